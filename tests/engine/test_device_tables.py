@@ -136,7 +136,7 @@ def test_a_step_of_many_large_tables_makes_them_twice(calls):
 def test_calls_of_ever_new_shapes(monkeypatch):
     """The same results, and no more tables than those of the latest calls."""
     tables = DeviceTables()
-    for name in ("torch_op.operator", "engine.parts", "engine.transfer", "engine.own"):
+    for name in ("torch_op.operator", "engine.parts", "engine.transfer", "engine.compute"):
         monkeypatch.setattr(f"ring_dilated_attention.{name}.TABLES", tables)
     monkeypatch.setattr(device_tables, "KEPT_BYTES", 0)
     monkeypatch.setattr(device_tables, "KEPT_CALLS", 4)

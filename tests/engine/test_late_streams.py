@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import threading
-import weakref
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,16 +18,14 @@ from support.late_streams import LateExchange, late_streams
 from support.strategies import cases
 from support.tolerances import FLOAT32, FLOAT64
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, replicated_query_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import Case, relative_error
 from ring_dilated_attention.engine import (
     RingCall,
     accumulate,
-    compute,
-    joined,
-    own,
     parts,
-    ring,
+    ring_backward,
+    ring_forward,
 )
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
@@ -75,7 +71,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run(case, ends, selection, *, gathers=False, workspace=None, detached=False):
-    """What `ring` finds on this rank: every tensor of TENSORS."""
+    """What the engine finds on this rank: every tensor of TENSORS."""
     plan = case.plan()
     exchange = LateExchange(ends)
     scale = case.head_dim**-0.5
@@ -83,8 +79,8 @@ def run(case, ends, selection, *, gathers=False, workspace=None, detached=False)
     query, key, value, dout = (
         case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
     )
-    out, lse = ring.ring_forward(query, key, value, call)
-    gradients = ring.ring_backward(dout, query, key, value, out, lse, call)
+    out, lse = ring_forward(query, key, value, call)
+    gradients = ring_backward(dout, query, key, value, out, lse, call)
     return dict(zip(TENSORS, (out, lse, *gradients), strict=True))
 
 
@@ -111,53 +107,37 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
     return max(errors), sum(x.queued for x in streams)
 
 
-LONG = {
-    "additions": [(flops, math.inf, flops) for flops in (0.0, 0.0, 2e3, 2e3)],
-    "small calls": [(math.inf, math.inf, math.inf), (math.inf, 0.0, math.inf), (0.0, 0.0, 0.0)],
-}
-"""From what size on additions, kernel calls and joined rows go to the side stream."""
-
-
 @pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 @pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("long", LONG)
 @pytest.mark.parametrize("name", CASES)
-def test_additions_that_are_late(name, long, round_pairs, gathers, backend, monkeypatch):
+def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
     if round_pairs is not None:
         set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
-    case, counts = Case(pattern=pattern, layout=layout, **options), []
-    for number, (flops, beside_flops, beside_bytes) in enumerate(LONG[long]):
-        monkeypatch.setattr(compute, "LONG_FLOPS", flops)
-        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside_flops)
-        monkeypatch.setattr(joined, "BESIDE_BYTES", beside_bytes)
+    case = Case(pattern=pattern, layout=layout, **options)
+    for number, flops in enumerate((0.0, 0.0, 2e3, 2e3)):
+        monkeypatch.setattr(parts, "LONG_FLOPS", flops)
         how = {"early": (0.0, 0.3)[number % 2], "workspace": (None, 0.3)[number // 2]}
         error, queued = check(case, Selection(backend), seed=number, gathers=gathers, **how)
         assert error < FLOAT64
-        counts.append(queued)
-    if long == "additions":
-        assert min(counts) > layout.world_size
-    elif pattern != DENSE and not round_pairs:  # others have no small calls beside large ones
-        assert counts[1] > counts[0]
+        assert queued > layout.world_size
 
 
 @settings(max_examples=40)
 @given(
     cases(),
-    st.tuples(*[st.sampled_from([0.0, 2e3, math.inf])] * 3),
+    st.sampled_from([0.0, 2e3, math.inf]),
     st.sampled_from([EAGER, INTO]),
     st.booleans(),
     st.sampled_from([None, 0.3]),
     st.integers(0, 9),
 )
 def test_any_call(case, long, backend, gathers, workspace, seed):
-    """Whatever runs beside what, and however late."""
+    """Whatever runs behind what, and however late."""
     case = replace(case, dtype=torch.float64, views=())
     how = {"gathers": gathers, "workspace": workspace, "early": seed % 2 / 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "LONG_FLOPS", long[0])
-        patch.setattr(parts, "BESIDE_FLOPS", long[1])
-        patch.setattr(joined, "BESIDE_BYTES", long[2])
+        patch.setattr(parts, "LONG_FLOPS", long)
         error, _ = check(case, Selection(backend), seed=seed, **how)
     assert error < FLOAT64
 
@@ -166,7 +146,7 @@ def test_any_call(case, long, backend, gathers, workspace, seed):
 @pytest.mark.parametrize("name", ["one rank", "one rank, bare"])
 def test_an_error_frees_nothing_that_is_still_to_be_written(name, direction, monkeypatch):
     """Not even where nobody waits for it: out of memory, say, and the program goes on."""
-    monkeypatch.setattr(compute, "LONG_FLOPS", 0.0)
+    monkeypatch.setattr(parts, "LONG_FLOPS", 0.0)
     monkeypatch.setattr(parts, "WORKSPACE_FLOOR", 0)
     pattern, layout, options = CASES[name]
     case, called = Case(pattern=pattern, layout=layout, **options), threading.local()
@@ -189,48 +169,6 @@ def test_an_error_frees_nothing_that_is_still_to_be_written(name, direction, mon
         assert queued
         for late in queued:
             late.end()  # which raises where its memory is freed
-
-
-@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
-def test_small_calls_of_branches_whose_weights_are_constants(backend, monkeypatch):
-    """Each branch has an out of its own, which is dropped when the branch has been queued."""
-    pattern = DilatedPattern([16, 25, None], [1, 2, 3])
-    case = Case(pattern=pattern, layout=SequenceLayout.contiguous(41, 1))
-    detached = partial(run, case, selection=Selection(backend), detached=True)
-    (expected,) = run_loopback(1, detached)
-    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
-    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
-    with late_streams(0, 0.0) as streams:
-        (found,) = run_loopback(1, detached)
-    for name in TENSORS:
-        assert relative_error(found[name], expected[name]) < FLOAT64
-    assert sum(x.queued for x in streams) > 0
-
-
-def test_small_calls_of_rows_of_different_lengths(monkeypatch):
-    """Rows of a batch are computed one after the other, from copies of what they need."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(4, length, 2, 8, generator=generator, dtype=torch.float64)
-        for length in (27, 27, 41, 41)
-    ]
-
-    def attend(ends):
-        dout, *leaves = [x.clone().requires_grad_() for x in tensors]
-        query, key, value = leaves
-        options: Any = {"group": ends, "lengths": [41, 40, 41, 40], "backend": "eager"}
-        pattern, positions = DilatedPattern([16], [1]), range(13, 40)
-        out = replicated_query_attention(query, key, value, pattern, positions, **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.detach())]
-
-    (expected,) = run_loopback(1, attend)
-    monkeypatch.setattr(compute, "LONG_FLOPS", math.inf)
-    monkeypatch.setattr(parts, "BESIDE_FLOPS", 0.0)
-    with late_streams(0, 0.0) as streams:
-        (found,) = run_loopback(1, attend)
-    for got, want in zip(found, expected, strict=True):
-        assert relative_error(got, want) < FLOAT64
-    assert sum(x.queued for x in streams) > 0
 
 
 needs_interpreter = pytest.mark.skipif(
@@ -265,14 +203,12 @@ def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
     """Small tiles share a launch, which adds to what additions of large ones are under way to."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
+    monkeypatch.setattr(parts, "LONG_FLOPS", 0)
     shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
-    for beside in (math.inf, 0.0):
-        monkeypatch.setattr(parts, "BESIDE_FLOPS", beside)
-        error, queued = check(case, shares, seed=0)
-        assert error < FLOAT32
-        assert queued > layout.world_size
-    assert len(launches) >= 4 * layout.world_size
+    error, queued = check(case, shares, seed=0)
+    assert error < FLOAT32
+    assert queued > layout.world_size
+    assert len(launches) >= 2 * layout.world_size
 
 
 @needs_interpreter
@@ -280,51 +216,14 @@ def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
 @pytest.mark.parametrize("long_flops", [math.inf, 0.0])
 @pytest.mark.parametrize("name", ["one rank", "slide", "mixed zigzag"])
 def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, monkeypatch):
-    """In long calls they run on the side stream, where others' results are added, too."""
+    """They go where the results of larger calls are added."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
+    monkeypatch.setattr(parts, "LONG_FLOPS", long_flops)
     few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
-    counts = []
-    for beside in (math.inf, 0.0):
-        monkeypatch.setattr(own, "BESIDE_CALL_FLOPS", beside)
-        launches.clear()
-        error, queued = check(case, few, seed=0)
-        assert error < FLOAT32
-        assert {"ranges_forward", "ranges_backward"} == set(launches)
-        counts.append(queued)
-    assert counts[1] > counts[0] or not long_flops
-
-
-def test_an_error_before_rows_are_asked_for_lets_go_of_them(monkeypatch):
-    """At once, without the garbage collector."""
-    monkeypatch.setattr(joined, "BESIDE_BYTES", 0)
-    pattern, layout, _ = CASES["slide"]
-    case = Case(pattern=pattern, layout=layout)
-    made: list[weakref.ref[Any]] = []
-
-    class Noted(joined.JoinedRows):
-        def __init__(self, *given):
-            super().__init__(*given)
-            made.extend((weakref.ref(self), weakref.ref(self.slots)))
-
-    def fails(tile):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(ring, "JoinedRows", Noted)
-    selection = Selection(replace(EAGER, forward=fails))
-
-    def fails_on(ends):
-        with pytest.raises(torch.OutOfMemoryError):
-            run(case, ends, selection, gathers=True)
-
-    gc.disable()
-    try:
-        with late_streams(0, 0.0):
-            run_loopback(2, fails_on)
-        assert [x() for x in made] == [None] * 4
-    finally:
-        gc.enable()
+    error, _ = check(case, few, seed=0)
+    assert error < FLOAT32
+    assert {"ranges_forward", "ranges_backward"} == set(launches)
 
 
 def test_streams_that_compute_have_side_streams_of_their_own(monkeypatch):
@@ -354,7 +253,7 @@ def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
     kept: list[torch.Tensor] = []
 
     class Fails:
-        def run(self, add_all, into, since):
+        def run(self, add_all, into):
             raise torch.OutOfMemoryError
 
         def outlast(self, tensors):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cut_rings import rings_cut
 from support.late_streams import late_streams
 from support.tolerances import FLOAT64
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,9 +22,8 @@ from ring_dilated_attention import (
     resolve,
 )
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.engine import TileCall, compute, parts, ring
+from ring_dilated_attention.engine import RingCall, TileCall, compute, executor, parts, ring_forward
 from ring_dilated_attention.engine.blocks import Block
-from ring_dilated_attention.engine.transfer import GradientReturn, Packer, fetch
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import Selection, backend_named
 
@@ -50,7 +48,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def run(function, pattern, exchange, is_causal=True, deal=SequenceLayout.zigzag):
+def run_all(function, pattern, exchange, is_causal=True, deal=SequenceLayout.zigzag):
     layout = deal(LENGTH, WORLD_SIZE)
 
     def rank(ends):
@@ -77,7 +75,7 @@ def run(function, pattern, exchange, is_causal=True, deal=SequenceLayout.zigzag)
 @pytest.mark.parametrize("pattern", [DilatedPattern.dense(), DilatedPattern([32, None], [1, 4])])
 def test_no_tensor_of_global_length(pattern, exchange):
     shard = LENGTH // WORLD_SIZE * 4 * 16 * 4
-    for watch in run(lambda ends: Largest(), pattern, exchange):
+    for watch in run_all(lambda ends: Largest(), pattern, exchange):
         # The largest allowed is a message: K and V of one remote shard.
         assert watch.bytes <= 2 * shard
         # Largest dimension: rows of a message, which counts (row, head) pairs.
@@ -124,56 +122,8 @@ def test_ring_holds_two_remote_shards_at_most():
 
         assert {watch.most for watch in run_loopback(WORLD_SIZE, forward)} == {forward_most}
     # In backward, one more buffer: returned gradients of this rank's own rows.
-    watches = run(Held, pattern, "ring", is_causal=False)
+    watches = run_all(Held, pattern, "ring", is_causal=False)
     assert {watch.most for watch in watches} == {3}
-
-
-@pytest.mark.parametrize("round_pairs", [None, 1])
-def test_the_last_gradients_come_home_behind_local_tiles(round_pairs, monkeypatch):
-    """Those of the last two steps: nothing waits for them while there is something to compute."""
-    events: dict[int, list[str]] = {}
-    backward = compute.backward
-
-    class Watched:
-        def __init__(self, ends):
-            self.ends, self.start = ends, ends.start
-
-        def __enter__(self):
-            self.ends.start = self.watch
-            events[threading.get_ident()] = []
-
-        def __exit__(self, *_: object):
-            self.ends.start = self.start
-
-        def watch(self, send, receive):
-            pending = self.start(send, receive)
-            events[threading.get_ident()].append("start")
-            wait = pending.wait
-
-            def waits():
-                events[threading.get_ident()].append("wait")
-                wait()
-
-            pending.wait = waits
-            return pending
-
-    def computes(*arguments, **options):
-        events[threading.get_ident()].append("compute")
-        backward(*arguments, **options)
-
-    monkeypatch.setattr(compute, "backward", computes)
-    with rings_cut(round_pairs):
-        run(Watched, DilatedPattern.dense(), "ring", is_causal=False)
-    assert len(events) == WORLD_SIZE
-    held_back = 0
-    for of_rank in events.values():
-        last_sent = len(of_rank) - of_rank[::-1].index("start")
-        *computed, first, second = of_rank[last_sent:]
-        assert first == second == "wait"
-        assert set(computed) <= {"compute"}
-        held_back += bool(computed)
-    # One head of the last rank, whose two ranges are one, is a single group: nothing is left.
-    assert held_back == WORLD_SIZE - (round_pairs is not None)
 
 
 def test_workspace_bounds_what_kernels_allocate(monkeypatch):
@@ -236,17 +186,19 @@ class Transport:
         return SimpleNamespace(wait=held.clear)
 
 
-def test_packed_rows_are_freed_with_the_last_message():
+def test_packed_rows_are_freed_with_the_last_message(monkeypatch):
     layout = SequenceLayout.contiguous(32, 2)
     plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
     transport: Any = Transport()
+    alive = []
+
+    def noted(*_):
+        alive.append([sent() is not None for sent in transport.sent])
+
+    monkeypatch.setattr(compute, "forward", noted)
     key = torch.zeros(1, 16, 1, 8)
-    arrivals = fetch(plan.rank(0).steps(), Packer(transport, key, key), depth=1)
-    (sent,) = transport.sent
-    assert sent() is not None
-    fetched = next(arrivals)
-    assert fetched.rows is not None
-    assert sent() is None  # although the call goes on
+    ring_forward(key, key, key, RingCall(plan.rank(0), transport, Selection(EAGER), 1.0, False))
+    assert alive == [[True], [False]]  # behind own tiles, and when the other's are computed
 
 
 def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
@@ -275,37 +227,24 @@ def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
     assert len(alive) > 5 * 10
 
 
-SIDE_BY_SIDE = DilatedPattern([16, None], [1, 16]), SequenceLayout.contiguous
+@pytest.mark.parametrize(("exchange", "most"), [("ring", 2), ("gather", 3)])
+def test_returned_gradients_are_added_before_they_are_many(exchange, most, monkeypatch):
+    """In a ring behind the next step, in a gather while they are no more than a rank's own rows."""
+    in_flight: dict[int, list[int]] = {}
+    run = executor.Backward
+    send, add = run.do_return, run.do_add
 
-
-@pytest.mark.parametrize(("at_once", "waits"), [(None, False), (0, True)])
-@pytest.mark.parametrize(
-    ("pattern", "deal", "most"),
-    [(DilatedPattern.dense(), SequenceLayout.zigzag, 2), (*SIDE_BY_SIDE, 1)],
-    ids=["step by step", "side by side"],
-)
-def test_a_gather_waits_for_returned_gradients_when_they_are_many(
-    pattern, deal, most, at_once, waits, monkeypatch
-):
-    """Before the next is computed, or sent; while they are few, at the end."""
-    if at_once is not None:
-        monkeypatch.setattr(ring, "RETURNING_BYTES", at_once)
-    assert ring.RETURNING_BYTES <= 64 << 20  # of memory that no bound of the ring's counts
-    events: dict[int, list[str]] = {}
-    begin, finish = GradientReturn.__init__, GradientReturn.finish
-
-    def noted(name, function):
-        def note(*args, **options):
-            events.setdefault(threading.get_ident(), []).append(name)
-            return function(*args, **options)
+    def noted(function):
+        def note(self, action):
+            function(self, action)
+            in_flight.setdefault(threading.get_ident(), []).append(len(self._returning))
 
         return note
 
-    monkeypatch.setattr(GradientReturn, "__init__", noted("step", begin))  # when it is computed
-    monkeypatch.setattr(GradientReturn, "finish", noted("return", finish))
-    run(lambda ends: nullcontext(), pattern, "gather", is_causal=False, deal=deal)
-    for of_rank in events.values():
-        steps = WORLD_SIZE - 1
-        last_step = max(i for i, name in enumerate(of_rank) if name == "step")
-        assert of_rank.count("step") == of_rank.count("return") == steps
-        assert of_rank[:last_step].count("return") == (steps - most if waits else 0)
+    monkeypatch.setattr(run, "do_return", noted(send))
+    monkeypatch.setattr(run, "do_add", noted(add))
+    run_all(lambda ends: nullcontext(), DilatedPattern.dense(), exchange, is_causal=False)
+    for counts in in_flight.values():
+        assert len(counts) == 2 * (WORLD_SIZE - 1)
+        assert max(counts) <= most
+        assert counts[-1] == 0

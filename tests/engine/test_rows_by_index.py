@@ -25,7 +25,7 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.engine import transfer
 from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.kernels.rows import add_to_rows, sum_slots, take_rows
-from ring_dilated_attention.plan import plan_attention
+from ring_dilated_attention.plan import Message, Rows, Run, plan_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
@@ -165,27 +165,30 @@ def _message(heads=4):
 def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
     torch.manual_seed(0)
     message = _message()
-    sent = transfer.sent_rows(message, 4, DEVICE)
-    received = transfer.received_rows(message, 4, DEVICE)
     key, value = _random(2, BATCH, 45, 4, 48, dtype=dtype)
     slots = _random(2, BATCH, message.slots, 48, dtype=dtype)
-    numbers = torch.randperm(message.rows, device=DEVICE)[:20]
     results = []
     for runs in (False, True):
         monkeypatch.setattr(transfer, "runs_triton", lambda _, runs=runs: runs)
-        packed, totals = transfer.pack(key, value, sent), (key.clone(), value.clone())
-        sums = transfer.sum_slots(slots, received)
-        transfer.add_returned(*totals, packed, sent)
-        load = torch.ones(packed.shape, device=DEVICE)
-        part = transfer.rows_at(packed, numbers)
-        transfer.add_to_rows(load, part, numbers)
-        results.append([packed, transfer.spread(packed, received), part, *totals, load, sums])
+        packed, totals = transfer.pack(key, value, message), (key.clone(), value.clone())
+        transfer.add_returned(*totals, packed, message)
+        spread, sums = transfer.spread(packed, message), transfer.sum_slots(slots, message)
+        results.append([packed, spread, *totals, sums])
     *torchs, torch_sums = results[0]
     *ours, our_sums = results[1]
     for got, want in zip(ours, torchs, strict=True):
         assert torch.equal(got, want)
-    want = transfer.sum_slots(slots.double(), received) if INTERPRETED else torch_sums
+    want = transfer.sum_slots(slots.double(), message) if INTERPRETED else torch_sums
     assert relative_error(our_sums, want) < rounding_bound(dtype)
+
+
+@pytest.mark.parametrize("stride", [1, 7, 40, 1000])
+def test_rows_are_numbered_however_far_apart_they_are(stride):
+    """By a table of all numbers where these are dense, by sorting where they are not."""
+    runs = [Run(range(2), Rows(5, 30, stride, 1), 0), Run(range(1, 2), Rows(5, 40, stride, 0), 60)]
+    message = Message(0, 1, tuple(runs), slots=100, rows=70 if stride > 1 else 71)
+    numbers, _ = transfer.numbers_of(message)
+    assert transfer.distinct(numbers).tolist() == sorted(set(numbers.tolist()))
 
 
 PATTERNS = [

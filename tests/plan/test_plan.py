@@ -15,16 +15,23 @@ from support.strategies import layouts, patterns
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.plan import (
     RankPlan,
-    Step,
     Tile,
     TileGroup,
     check_plan,
     costs,
+    lower,
     tiling,
 )
+from ring_dilated_attention.plan.attention import Step, crossings_of
 from ring_dilated_attention.plan.check import PlanError
-from ring_dilated_attention.plan.crossings import crossings_of
-from ring_dilated_attention.plan.parts import cut_into_pieces, own_runs, parts_of
+from ring_dilated_attention.plan.program import Program
+from ring_dilated_attention.plan.rows import (
+    dilated_rows,
+    intersect,
+    own_runs,
+    parts_of,
+    union_size,
+)
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
@@ -37,7 +44,7 @@ def test_random_plans_are_proven(pattern, layout, is_causal, heads, data):
     plan = plan_attention(
         pattern, layout, is_causal=is_causal, num_heads=heads, documents=documents
     )
-    check_plan(replace(plan, pieces=data.draw(st.sampled_from([1, layout_ranges(layout)]))))
+    check_plan(plan)
 
 
 @settings(max_examples=400)
@@ -57,31 +64,18 @@ def test_ranks_that_are_nearly_alike(pattern, size, owners, data):
         num_heads=2,
         documents=sorted({0, border, layout.length}),
     )
-    check_plan(replace(plan, pieces=data.draw(st.integers(1, 3))))
+    check_plan(plan)
 
 
 @settings(max_examples=200)
-@given(patterns(), layouts(), st.booleans(), st.integers(1, 6), st.booleans())
-def test_additions_are_not_more_than_the_plan_says(pattern, layout, is_causal, heads, in_pieces):
+@given(patterns(), layouts(), st.booleans(), st.integers(1, 6))
+def test_additions_are_not_more_than_the_plan_says(pattern, layout, is_causal, heads):
     plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=heads)
-    plan = replace(plan, pieces=layout_ranges(layout) if in_pieces else 1)
     for rank in map(plan.rank, range(layout.world_size)):
         tiles = [*rank.local, *(tile for step in rank.steps() for tile in step.tiles)]
         # A cell has a row more than its share where the rate does not divide it.
         additions = sum(t.segments * len(t.heads) * (t.queries.length - 1) for t in tiles)
         assert additions <= rank.mean_additions * layout.local_length(rank.index) * heads
-
-
-def test_a_piece_that_a_segment_does_not_reach():
-    """Of rank 1's rows 5 to 10 the first piece ends at 9: the segment from 9 on is not in it."""
-    layout = SequenceLayout([[(0, 5), (22, 26)], [(5, 10), (18, 22)], [(10, 18)]])
-    plan = plan_attention(DilatedPattern([3], [1]), layout, is_causal=False)
-    check_plan(replace(plan, pieces=2))
-
-
-def layout_ranges(layout: SequenceLayout) -> int:
-    """The most ranges of a rank."""
-    return max(map(len, layout.ranges))
 
 
 def _plan(**changes):
@@ -131,9 +125,7 @@ def _cover_too_early(rank: RankPlan) -> None:
 def _replace_step(rank: RankPlan, changed: Step) -> None:
     """Have a rank take another first step."""
     make = rank.step
-    vars(rank)["step"] = lambda step, piece=0: (
-        changed if (step, piece) == (1, 0) else make(step, piece)
-    )
+    vars(rank)["step"] = lambda step: changed if step == 1 else make(step)
 
 
 def _send_nothing(rank: RankPlan) -> None:
@@ -171,20 +163,56 @@ def test_the_checker_finds_a_broken_plan(change):
         check_plan(_broken(_plan(), change))
 
 
-def test_segments_inside_one_rank_cost_no_communication():
-    layout = SequenceLayout.contiguous(64, 4)
-    plan = plan_attention(DilatedPattern([4, 8, 16], [1, 2, 4]), layout, is_causal=False)
-    for rank in range(4):
-        assert plan.rank(rank).total_received_rows == plan.rank(rank).total_sent_rows == 0
-        assert all(step.send is None for step in plan.rank(rank).steps())
+def _move(program, kind, to):
+    """The program with the last action of a kind elsewhere."""
+    actions = list(program)
+    found = max(i for i, action in enumerate(actions) if action.kind == kind)
+    actions.insert(to, actions.pop(found))
+    return Program(actions)
 
 
-def test_a_row_that_two_branches_need_is_sent_once():
-    layout = SequenceLayout.contiguous(32, 2)
-    plan = plan_attention(DilatedPattern([None, None], [2, 4]), layout, is_causal=False)
-    message = plan.rank(0).step(1).receive
-    assert message is not None
-    assert (message.rows, message.slots) == (8, 12)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: Program(x[:-1]), "not every message is started and waited for"),
+        (lambda x: Program([a for a in x if a.kind != "tiles"]), "not computed once"),
+        (lambda x: _move(x, "return", 1), "what has not arrived last"),
+        (lambda x: _move(x, "wait", len(x) - 1), "what has not arrived last"),
+        # Before the return of step 1, which other ranks expect first.
+        (lambda x: _move(x, "fetch", 4), "receives .* but .* is sent"),
+        (lambda x: Program([x[2], *x[:2], *x[3:]]), "waits for a message before it is started"),
+    ],
+)
+def test_the_checker_finds_a_broken_program(change, message):
+    plan = plan_attention(
+        DilatedPattern.dense(), SequenceLayout.contiguous(16, 4), is_causal=False, num_heads=1
+    )
+    check_plan(plan)
+    rank = plan.rank(1)
+    rank.programs[False, True] = change(rank.programs[False, True])
+    with pytest.raises(PlanError, match=message):
+        check_plan(plan)
+
+
+def test_a_program_prints_an_action_a_line():
+    plan = plan_attention(
+        DilatedPattern([None, 4], [2, 1]), SequenceLayout.contiguous(16, 2), is_causal=False
+    )
+    program = lower(plan.rank(0), gathers=False, backward=True)
+    assert str(program).splitlines() == [
+        "fetch  step 1; 4 rows to rank 1; 4 rows from rank 1",
+        "tiles  own rows, first group; 1 tiles, 32 pairs",
+        "wait   step 1",
+        "tiles  step 1; 1 tiles, 16 pairs",
+        "return step 1; 4 rows to rank 1; 4 rows from rank 1",
+        "tiles  own rows, others; 1 tiles, 16 pairs",
+        "add    step 1",
+    ]
+    size = costs.TensorSize(batch=2, head_dim=8, element_size=2)
+    assert sum(x.flops(size) for x in program) == costs.flops(plan.rank(0), size)
+    moved = [sum(x) for x in zip(*(x.nbytes(size) for x in program), strict=True)]
+    traffic = costs.traffic(plan.rank(0), size)
+    assert moved == [traffic.backward_sent, traffic.backward_received]
 
 
 def test_heads_that_repeat_offsets_are_packed_together():
@@ -238,7 +266,7 @@ def planned_steps(layout, rates, lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "rates", "runs"),
-    [([*LONGNET[0], None], [*LONGNET[1], 2**16], 1), ([None], [1], 2 * 3)],
+    [([*LONGNET[0], None], [*LONGNET[1], 2**16], 1), ([None], [1], 3)],
     ids=["LongNet", "dense"],
 )
 def test_all_steps_of_one_of_4096_ranks_are_little_work(lengths, rates, runs):
@@ -256,9 +284,7 @@ def test_plans_of_heads_share_what_crosses_ranks():
     )
     one, other = plan.narrowed(range(1)), plan.narrowed(range(1, 3))
     assert crossings_of(one, 2) is crossings_of(other, 2) is crossings_of(plan, 2)
-    changed = replace(one, pieces=2)
-    assert crossings_of(changed, 2) is not crossings_of(plan, 2)
-    assert len(list(changed.rank(2).steps())) == 2 * 3
+    assert crossings_of(replace(one, is_causal=False), 2) is not crossings_of(plan, 2)
 
 
 def test_a_branch_that_covers_the_heads_of_a_plan_comes_first():
@@ -284,8 +310,7 @@ def test_ranks_whose_rows_lie_alike_are_not_taken_for_each_other(ranges):
     layout = SequenceLayout(ranges)
     documents = [0, 149, 300] if layout.length > 149 else None
     plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False, documents=documents)
-    for pieces in (1, 2):
-        check_plan(replace(plan, pieces=pieces))
+    check_plan(plan)
 
 
 def test_many_ranges_take_few_groups():
@@ -301,30 +326,6 @@ def test_many_ranges_take_few_groups():
         for groups in (rank.local_groups, step.groups):
             assert sum(len(group.tiles) for group in groups) > 100
             assert len(groups) <= 3 * count  # 144 pairs in each of two branches
-
-
-def test_zigzag_balances_causal_work():
-    size = costs.TensorSize(batch=1, head_dim=4, element_size=4)
-    imbalance = {}
-    for make in (SequenceLayout.zigzag, SequenceLayout.contiguous):
-        plan = plan_attention(DilatedPattern.dense(), make(1024, 4), is_causal=True)
-        work = [costs.flops(plan.rank(rank), size) for rank in range(4)]
-        assert sum(work) == 4 * 4 * 1024 * 1025 // 2
-        imbalance[make.__name__] = max(work) / (sum(work) / 4)
-    assert imbalance["zigzag"] < 1.01
-    assert imbalance["contiguous"] > 1.7
-
-
-def test_balance_step_by_step():
-    """Contiguous causal ranks compute half a square, then at step s a whole one from rank s on."""
-
-    def found(make):
-        layout = make(4 * 1024, 4)
-        plan = plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=2)
-        return costs.step_imbalance(plan)
-
-    assert found(SequenceLayout.contiguous) == pytest.approx(3.5 / 2, rel=1e-3)
-    assert found(SequenceLayout.zigzag) == pytest.approx(1, rel=1e-3)
 
 
 def test_costs_in_bytes():
@@ -364,17 +365,6 @@ def test_ring_buffers_are_two_messages():
     assert costs.memory(plan.rank(3), size, gathers=True).buffers == 6 * 10 * 2 * 4
     alone = plan_attention(plan.pattern, SequenceLayout.contiguous(40, 1), is_causal=False)
     assert costs.memory(alone.rank(0), size, gathers=False).buffers == 0
-
-
-def test_messages_of_the_first_and_the_last_step_are_not_held_together():
-    """Of its two neighbours a rank receives at the first step and at the last."""
-    layout = SequenceLayout([[pair] for pair in pairwise([0, 4, 12, 20, 28, 32])])
-    plan = plan_attention(DilatedPattern([8], [1]), layout, is_causal=False)
-    size = costs.TensorSize(batch=1, head_dim=1, element_size=4)
-    received = [plan.rank(2).received_rows(rank) for rank in (1, 0, 4, 3)]
-    assert received == [4, 0, 0, 4]
-    assert costs.memory(plan.rank(2), size, gathers=False).buffers == 4 * 2 * 4
-    assert costs.memory(plan.rank(2), size, gathers=True).buffers == 8 * 2 * 4
 
 
 def test_auto_gathers_little_and_rings_much():
@@ -418,34 +408,6 @@ def test_a_rank_between_two_segments_receives_rows_of_both():
     assert not plan.gathers
     # Of half as many rows, two segments are as many as a shard has.
     assert plan_attention(DilatedPattern([64], [8]), layout, is_causal=False).gathers
-
-
-@pytest.mark.parametrize(
-    ("ends", "borders"),
-    [
-        ([45, 100], (0, 45, 100)),  # a sixteenth of all rows from the middle, or less
-        ([56, 100], (0, 56, 100)),
-        ([43, 100], (0, 50, 100)),  # further away
-        ([40, 100], (0, 50, 100)),
-    ],
-)
-def test_a_piece_ends_with_a_range_that_ends_close_by(ends, borders):
-    ranges = list(pairwise([0, *ends]))
-    assert cut_into_pieces(ranges, ends, 2).borders == borders
-
-
-def test_local_work_is_cut_in_two_only_where_gradients_return():
-    dense = DilatedPattern.dense()
-    apart = SequenceLayout.contiguous(64, 2)
-    alone = plan_attention(DilatedPattern([32], [1]), apart, is_causal=False, num_heads=4).rank(0)
-    assert alone.local_halves == (alone.local_groups, (), None)
-    together = plan_attention(dense, apart, is_causal=False, num_heads=4).rank(0).local_halves
-    assert together.late_heads == range(2, 4)
-    assert {head for group in together.late for t in group.tiles for head in t.heads} == {2, 3}
-    # The first rank of a causal sequence sees no other keys, but others return gradients to it.
-    for rank in (0, 1):
-        plan = plan_attention(dense, apart, is_causal=True, num_heads=4)
-        assert plan.rank(rank).local_halves.late_heads == range(2, 4)
 
 
 def test_a_plan_prints_as_a_table():
@@ -529,23 +491,6 @@ def test_tiles_between_ranges_are_worked_out_once():
     rank = plan_attention(dilated, SequenceLayout.zigzag(100, 2), is_causal=True).rank(0)
     (group,) = rank.own_work(lambda branch, runs: [False] * len(runs)).crossing
     assert rank.local_groups[-1] is group
-
-
-@pytest.mark.parametrize(
-    ("ranges", "tiles"),
-    [
-        ([(0, 12), (14, 16)], 2),  # a whole segment, and half of one that both ranges are in
-        ([(0, 4), (6, 8), (14, 16)], 3),  # the last two lie alike in their segments: one run of two
-        ([(0, 4), (6, 12), (14, 20)], 3),  # each border lies in another segment
-    ],
-)
-def test_ranges_that_reach_into_several_segments(ranges, tiles):
-    others = [x for x in pairwise(sorted({0, 24, *chain.from_iterable(ranges)})) if x not in ranges]
-    plan = plan_attention(
-        DilatedPattern([8], [1]), SequenceLayout([ranges, others]), is_causal=True
-    )
-    check_plan(plan)
-    assert len(plan.rank(0).local) == tiles
 
 
 def test_which_groups_of_a_step_may_write_over_its_slots():
@@ -636,3 +581,45 @@ def test_runs_are_what_a_rank_holds_of_segments(seed):
         assert runs.squares == sum(x * x for x in sizes)
         assert runs.most_copies == max((run.copies for run in runs), default=0)
         assert runs.shorter_than(5) == sum(x < 5 for x in sizes)
+
+
+@settings(max_examples=200)
+@given(patterns(), layouts(max_length=150), st.booleans(), st.integers(1, 5), st.data())
+def test_flops_by_rank_are_those_of_the_plan(pattern, layout, is_causal, heads, data):
+    borders = data.draw(st.sets(st.integers(1, layout.length)))
+    plan = plan_attention(
+        pattern,
+        layout,
+        is_causal=is_causal,
+        num_heads=2 * heads,
+        num_kv_heads=heads,
+        documents=sorted({0, layout.length, *borders}),
+    )
+    size = costs.TensorSize(batch=2, head_dim=3, element_size=4)
+    work = costs.flops_by_rank(plan, size)
+    assert work == [costs.flops(plan.rank(rank), size) for rank in range(layout.world_size)]
+    found = costs.balance(work)
+    assert 1 <= found.imbalance <= layout.world_size
+    assert work[found.largest_rank] == max(work)
+
+
+progressions = st.builds(range, st.integers(-20, 60), st.integers(-20, 90), st.integers(1, 12))
+
+
+@given(progressions, progressions)
+def test_intersection(a, b):
+    assert sorted(set(a) & set(b)) == list(intersect(a, b))
+
+
+@given(st.lists(progressions, max_size=6))
+def test_union_size(many):
+    assert union_size(many) == len(set().union(*many))
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 12), st.integers(0, 90), st.data())
+def test_dilated_rows_are_the_cell_within_a_range(start, length, rate, low, data):
+    offset = data.draw(st.integers(0, rate - 1))
+    high = data.draw(st.integers(low, 100))
+    cell = range(start + offset, start + length, rate)
+    got = dilated_rows(start, start + length, offset, rate, low, high)
+    assert list(got) == [x for x in cell if low <= x < high]

@@ -9,12 +9,10 @@ could be made of it on a device.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from random import Random
 
 import pytest
@@ -41,32 +39,12 @@ class Weak:
 
 
 def weakened(add_all):
-    """The function of `add_all`, and its arguments with every tensor a `Weak`."""
+    """The function of a `partial`, and its arguments with every tensor a `Weak`."""
 
     def weak(x):
         return Weak(x) if isinstance(x, torch.Tensor) else x
 
-    if isinstance(add_all, partial):
-        return partial(_call, add_all.func), tree_map(weak, (add_all.args, add_all.keywords))
-    of = copy.copy(add_all.__self__)
-    tensors = {
-        name: tree_map(weak, x)
-        for name, x in vars(of).items()
-        if isinstance(x, torch.Tensor | list)
-    }
-    for name in tensors:
-        delattr(of, name)
-    return partial(_call_method, of, add_all.__func__), tensors
-
-
-def _call(function, arguments):
-    args, keywords = arguments
-    function(*args, **keywords)
-
-
-def _call_method(of, function, tensors):
-    vars(of).update(tensors)
-    function(of)
+    return add_all.func, tree_map(weak, (add_all.args, add_all.keywords))
 
 
 class Late:
@@ -94,7 +72,8 @@ class Late:
                 return x
             return sums[id(x)][1] if id(x) in sums else x.tensor()
 
-        self.function(tree_map(read, self.arguments))
+        args, keywords = tree_map(read, self.arguments)
+        self.function(*args, **keywords)
         for weak, _ in self.before:
             before, after = sums[id(weak)]
             same = (before == after) | (before.isnan() & after.isnan())
@@ -116,10 +95,7 @@ class LateStreams:
         self.kept: list[torch.Tensor] = []
         self.queued = 0
 
-    def mark(self):
-        """What is done beside what comes after is done as late as all else."""
-
-    def run(self, add_all, into, since=None):
+    def run(self, add_all, into):
         late = Late(add_all, into)
         self.queue.append(late)
         self.queued += 1

@@ -20,7 +20,7 @@ from ring_dilated_attention.checks import (
     simulate,
     sweep,
 )
-from ring_dilated_attention.engine import Accumulator, TileCall, compute, merge_
+from ring_dilated_attention.engine import Accumulator, TileCall, merge_, parts
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
@@ -319,7 +319,7 @@ def test_merging_many_rows(head_dim, dtype):
 def test_small_slices_on_both_streams(backend, head_dim, monkeypatch):
     """What large inputs do: many slices, additions behind the compute."""
     skip_if_refused(backend, torch.bfloat16, head_dim)
-    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
+    monkeypatch.setattr(parts, "LONG_FLOPS", 0)
     monkeypatch.setattr(TileCall, "most_rows", lambda *_: 1 << 12)
     forget_plans()  # which keep their slices
     for pattern in (DilatedPattern([256, 1024, 4096], [1, 2, 3]), DilatedPattern.dense()):

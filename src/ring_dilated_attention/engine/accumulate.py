@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -146,39 +146,8 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_((dout.to(into.dtype) * out).sum(-1).transpose(1, 2))
 
 
-class Streams(Protocol):
-    """A side stream of one rank, next to the stream that computes."""
-
-    def mark(self) -> Any:
-        """What the computing stream has queued by now, for `run`."""
-        ...
-
-    def run(
-        self, add_all: Callable[[], None], into: Sequence[torch.Tensor], since: Any = None
-    ) -> Any:
-        """Queue `add_all` on the side stream, after all that the computing stream has queued.
-
-        Args:
-            add_all: what to queue. It is called at once; its work may be done later.
-            into: the tensors that it changes.
-            since: a `mark`, for one `run`: it comes after what had been queued then; None: by now.
-
-        Returns:
-            What `wait` takes to wait for it.
-        """
-        ...
-
-    def wait(self, done: Any) -> None:
-        """Make what the computing stream queues from now on wait for what `run` has queued."""
-        ...
-
-    def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have nobody get the memory of tensors before all that `run` has queued is done."""
-        ...
-
-
-class _CudaStreams:
-    """The current stream of a CUDA device, and one of our own."""
+class Streams:
+    """The current stream of a CUDA device, which computes, and a side stream of our own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._events = device, _events_of(device)
@@ -191,21 +160,20 @@ class _CudaStreams:
     def _side(self) -> torch.cuda.Stream:
         return side_stream(self._main)
 
-    def mark(self) -> torch.cuda.Event:
-        """See `Streams.mark`."""
-        queued = self._event()
-        queued.record(self._main)
-        return queued
+    def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        """Queue `add_all` on the side stream, after all that the computing stream has queued.
 
-    def run(
-        self,
-        add_all: Callable[[], None],
-        into: Sequence[torch.Tensor],
-        since: torch.cuda.Event | None = None,
-    ) -> torch.cuda.Event:
-        """See `Streams.run`."""
+        Args:
+            add_all: what to queue. It is called at once; its work may be done later.
+            into: the tensors that it changes.
+
+        Returns:
+            What `wait` takes to wait for it.
+        """
         main, side = self._main, self._side
-        self._order(side, self.mark() if since is None else since)
+        queued = self._event()
+        queued.record(main)
+        self._order(side, queued)
         try:  # `with torch.cuda.stream(side)` takes three times as long
             torch.cuda.set_stream(side)
             add_all()
@@ -216,8 +184,13 @@ class _CudaStreams:
         return done
 
     def wait(self, done: torch.cuda.Event) -> None:
-        """See `Streams.wait`."""
+        """Make what the computing stream queues from now on wait for what `run` has queued."""
         self._order(self._main, done)
+
+    def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have nobody get the memory of tensors before all that `run` has queued is done."""
+        for tensor in tensors:
+            tensor.record_stream(self._side)
 
     def _event(self) -> torch.cuda.Event:
         """One that nobody is yet to wait for."""
@@ -230,11 +203,6 @@ class _CudaStreams:
         """Make a stream wait for an event, which may be recorded anew afterwards."""
         stream.wait_event(event)
         self._events.append(event)
-
-    def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Streams.outlast`."""
-        for tensor in tensors:
-            tensor.record_stream(self._side)
 
 
 @lru_cache(maxsize=64)
@@ -254,12 +222,7 @@ def _events_of(device: torch.device) -> deque[torch.cuda.Event]:
 
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device for the thread that asks; None where a device has none."""
-    return _CudaStreams(device) if device.type == "cuda" else None
-
-
-_Kind: TypeAlias = Literal["result", "launch", "started"]
-"""Of work on the side stream: additions of results, launches and kernel calls that add their own
-(see `Accumulator.run`), or what `start` began."""
+    return Streams(device) if device.type == "cuda" else None
 
 
 class _Behind(NamedTuple):
@@ -267,22 +230,23 @@ class _Behind(NamedTuple):
     tensors: tuple[torch.Tensor, ...]  # that must live until then
     into: Sequence[torch.Tensor]  # what is added to
     targets: frozenset[int]  # its storages
-    kind: _Kind
+    kind: Literal["result", "launch", "started"]  # see `Accumulator.run` and `start`
 
 
 class Accumulator:
     """Adds results into the whole; where there are streams, on one of its own behind the compute.
 
-    Launches of small tiles, and small kernel calls with their additions, go there, too. Calls use
-    one as a context: after an error, nobody gets the memory of what is queued before it is done.
+    One rule decides what goes to the side stream: results of kernel calls that are long enough for
+    the host to have the time for it, what must be waited for, and, so that additions keep their
+    order, whatever is added behind these. Calls use one as a context: after an error, nobody gets
+    the memory of what is queued before it is done.
 
     Args:
         device: where the tensors are; the current stream there is the compute's.
         stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
-        most_held: the largest number of calls whose results are held at the same time, besides
-            what is computed on the side stream.
+        most_held: the largest number of calls whose results are held at the same time.
     """
 
     def __init__(
@@ -292,11 +256,6 @@ class Accumulator:
         self.most_held = 1 if self._streams is None else 2
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether anything is done behind the compute, and not when it is waited for."""
-        return self._streams is not None
 
     def __enter__(self) -> Accumulator:
         return self
@@ -312,7 +271,7 @@ class Accumulator:
         add_all: Callable[[], None],
         *tensors: torch.Tensor,
         into: Sequence[torch.Tensor],
-        is_long: bool,
+        is_long: bool = False,
         holds: bool = True,
     ) -> None:
         """Add results of tiles, in the order of the calls.
@@ -327,25 +286,13 @@ class Accumulator:
         if self._streams is None or not (is_long or self._behind):
             add_all()
             return
-        self._run_behind(add_all, tensors, into, kind="result" if holds else "launch")
+        self._run_behind(add_all, tensors, into, "result" if holds else "launch")
         if holds and sum(behind.kind == "result" for behind in self._behind) == self.most_held:
-            while not self._wait():
+            while self._wait().kind != "result":
                 pass
 
-    def may_wait(self) -> bool:
-        """Whether the side stream may be waiting for other ranks, and with it what comes behind."""
-        return any(behind.kind == "started" for behind in self._behind)
-
-    def mark(self) -> Any:
-        """What the compute has queued by now, for `start`; where there are streams."""
-        return None if self._streams is None else self._streams.mark()
-
     def start(
-        self,
-        add_all: Callable[[], None],
-        *tensors: torch.Tensor,
-        into: Sequence[torch.Tensor],
-        since: Any = None,
+        self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
     ) -> None:
         """Add what must be waited for, too, behind the compute that follows, until `finish`.
 
@@ -353,42 +300,23 @@ class Accumulator:
             add_all: waits, and adds.
             tensors: what is added, and freed at `finish`.
             into: what it is added to.
-            since: a `mark`, for one `start`: beside the compute that has been queued after it, too.
         """
         if self._streams is None:
             self._started.append(add_all)
         else:
-            self._run_behind(add_all, tensors, into, kind="started", since=since)
+            self._run_behind(add_all, tensors, into, "started")
 
     def finish(self) -> None:
         """Make the current stream wait for what was started; without streams, do it now."""
         while self._started:
             self._started.popleft()()
-        if not self.may_wait():
+        if not any(behind.kind == "started" for behind in self._behind):
             return
         stop = None if self._stopwatch is None else self._stopwatch()
-        while self.may_wait():
+        while any(behind.kind == "started" for behind in self._behind):
             self._wait()
         if stop is not None:
             stop()
-
-    def _run_behind(
-        self,
-        add_all: Callable[[], None],
-        tensors: tuple[torch.Tensor, ...],
-        into: Sequence[torch.Tensor],
-        *,
-        kind: _Kind,
-        since: Any = None,
-    ) -> None:
-        assert self._streams is not None
-        try:
-            done = self._streams.run(add_all, into, since)
-        except BaseException:  # after a part of it was queued, perhaps
-            self._streams.outlast((*tensors, *into))
-            raise
-        targets = frozenset(map(_storage, into))
-        self._behind.append(_Behind(done, tensors, into, targets, kind))
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""
@@ -398,13 +326,28 @@ class Accumulator:
         while any(not wanted or wanted & behind.targets for behind in self._behind):
             self._wait()
 
-    def _wait(self) -> bool:
-        """Wait for the oldest additions; return whether they were a tile's."""
+    def _run_behind(
+        self,
+        add_all: Callable[[], None],
+        tensors: tuple[torch.Tensor, ...],
+        into: Sequence[torch.Tensor],
+        kind: Literal["result", "launch", "started"],
+    ) -> None:
+        assert self._streams is not None
+        try:
+            done = self._streams.run(add_all, into)
+        except BaseException:  # after a part of it was queued, perhaps
+            self._streams.outlast((*tensors, *into))
+            raise
+        self._behind.append(_Behind(done, tensors, into, frozenset(map(_storage, into)), kind))
+
+    def _wait(self) -> _Behind:
+        """Wait for the oldest additions."""
         # What is freed here is reused by the current stream alone, after this wait.
         behind = self._behind.popleft()
         assert self._streams is not None
         self._streams.wait(behind.done)
-        return behind.kind == "result"
+        return behind
 
 
 def _storage(tensor: torch.Tensor) -> int:

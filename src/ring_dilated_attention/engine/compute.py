@@ -4,6 +4,11 @@ The schedule of a group (`parts`) says which of its tiles are blocks, a kernel c
 results are added into the whole (`accumulate`), and which share a launch, being too small for one
 of their own. What a kernel call allocates is bounded: blocks are taken in slices.
 
+A rank's own positions may be computed row by row, over several branches in one launch
+(`own_schedule`). The table-driven kernels of one branch after the other wait for each other and
+read and write the result once a branch. Where all tiles of a branch are small, its rows join one
+launch.
+
 A zero key, of score 0 and value 0, adds exp(0) to the denominator of a softmax and 0 to its
 numerator. So m of them are a tile whose out is 0 and whose lse is log m, merged like any other.
 Nothing is done for them in backward: they have no gradient, and the merged lse and out, which every
@@ -16,30 +21,26 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..caches import keep_few
-from ..kernels import profile_of
-from ..plan import TileGroup
+from ..kernels import (
+    BackwardConfig,
+    Kernel,
+    LaunchConfig,
+    default_config,
+    own_programs,
+)
+from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
 from ..tiles import TileBackend, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
-from .blocks import Block, families
-from .parts import (
-    BESIDE_FLOPS,
-    Additions,
-    BackwardPart,
-    ForwardPart,
-    Schedule,
-    TileCall,
-    cut_backward,
-    cut_forward,
-    kept_parts,
-    launch_of,
-    schedule_of,
-)
+from .blocks import Placement
+from .device_tables import TABLES
+from .parts import KernelCall, Schedule, TileCall, kernel_calls_of, launch_of, schedule_of
 
 
 def merge_zero_keys(
@@ -59,7 +60,7 @@ def merge_zero_keys(
         return
     zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
     for group in groups:
-        for block in _blocks(group, out.shape[0], heads_per_kv):
+        for block in schedule_of(group, out.shape[0], heads_per_kv, 1, table_flops=0.0).blocks:
             out_rows, lse_rows = block.view_queries(out), block.view_queries(lse)
             log_count = torch.full(
                 (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
@@ -71,28 +72,6 @@ def merge_zero_keys(
                 log_count.expand(lse_rows.shape),
                 store=False,
             )
-
-
-KEPT_BLOCKS: WeakKeyDictionary[TileGroup, dict[Hashable, tuple[Block, ...]]] = WeakKeyDictionary()
-"""Blocks live as long as the plan of their group, whose size bounds theirs: at most as many blocks
-as it has tiles, for each of the last few batch sizes."""
-_BATCH_SIZES = 4
-
-
-def _blocks(group: TileGroup, batch: int, heads_per_kv: int) -> tuple[Block, ...]:
-    def make() -> tuple[Block, ...]:
-        return tuple(
-            block
-            for family in families(group.tiles)
-            for block in family.blocks(batch, heads_per_kv)
-        )
-
-    return keep_few(KEPT_BLOCKS.setdefault(group, {}), (batch, heads_per_kv), make, _BATCH_SIZES)
-
-
-LONG_FLOPS = 1e11
-"""Operations of a kernel call from which results are added on the side stream, behind the next
-call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
 
 
 class Inputs(NamedTuple):
@@ -159,20 +138,6 @@ class Merged:
         return self.room
 
 
-def launches_first(
-    groups: Sequence[TileGroup], call: TileCall, head_dim: int
-) -> Sequence[TileGroup]:
-    """The groups, but first those of launches alone, which run beside the others' kernel calls."""
-    flops = call.limits.forward
-    if not flops:
-        return groups
-
-    def has_calls(group: TileGroup) -> bool:
-        return bool(schedule_of(group, call.batch, call.heads_per_kv, head_dim, flops).blocks)
-
-    return sorted(groups, key=has_calls)
-
-
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
@@ -186,43 +151,23 @@ def forward(
         sums: through which results are merged; to be joined when all groups are computed.
     """
     query, (out, lse, store) = inputs.query, result
-    head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
+    head_dim, backend = query.shape[3], call.selection.backend
     work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.forward)
-    if work.shares_launch:  # first, so that it runs beside the kernel calls, whose rows are others
+    if work.shares_launch:  # first: it does not have to wait for additions of its group
         add_all = partial(_forward_launch, work, call, inputs, result)
-        is_long = work.flops >= profile.flops(BESIDE_FLOPS)
-        sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), is_long=is_long, holds=False)
-    lse_rows, long_flops = lse.transpose(1, 2), profile.flops(LONG_FLOPS)
-    tensors = *inputs, out, lse_rows
-    for part in kept_parts(cut_forward, work, call, tensors, held=sums.most_held, store=store):
+        sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
+    totals = out, lse.transpose(1, 2)
+    for one in kernel_calls_of(work, call, inputs, (), totals, (store, False), sums.most_held):
         assert backend is not None
-        tile_inputs = _inputs(part, call, inputs)
-        views = part.totals[0].of(out), part.totals[1].of(lse_rows)
-        if part.is_beside:
-            add_all = partial(_forward_part, backend, tile_inputs, views, part.places, store)
-            sums.run(add_all, *inputs, into=(*views, *inputs[1:]), is_long=True, holds=False)
-        elif part.places:
-            _forward_part(backend, tile_inputs, views, part.places, store)
-        else:
-            tile = backend.forward(tile_inputs)
-            add_all = partial(merge, *views, *tile, store=store)
-            sums.run(add_all, *tile, into=views, is_long=part.flops >= long_flops)
-            del tile, add_all  # before the next call makes its own
-
-
-def _forward_part(
-    backend: TileBackend,
-    tile: TileInputs,
-    views: tuple[torch.Tensor, torch.Tensor],
-    places: bool,
-    store: bool,
-) -> None:
-    """Compute a kernel call, and write its result where it belongs, or merge it there."""
-    if places:
-        assert backend.forward_into is not None
-        backend.forward_into(tile, *views)
-    else:
-        merge(*views, *backend.forward(tile), store=store)
+        tile, (out_rows, lse_rows) = _tile(one, call, inputs), _views(one.totals, totals)
+        if not one.added:
+            assert backend.forward_into is not None
+            backend.forward_into(tile, out_rows, lse_rows)
+            continue
+        found = backend.forward(tile)
+        add_all = partial(merge, out_rows, lse_rows, *found, store=store)
+        sums.run(add_all, *found, into=(out_rows, lse_rows), is_long=one.is_long)
+        del found, add_all  # before the next call makes its own
 
 
 def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
@@ -263,34 +208,26 @@ def backward(
         gradients: changed in place at the group's rows.
         sums: through which results are added; to be joined when all groups are computed.
     """
-    query, (dquery, dkeys, dvalues, store, store_keys) = inputs.query, gradients
-    head_dim, backend, profile = query.shape[3], call.selection.backend, profile_of(query.device)
-    work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.backward)
+    query, backend = inputs.query, call.selection.backend
+    work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.backward)
     if work.shares_launch:  # first, as in forward
-        of_merged = merged.dout, merged.out, merged.lse, merged.room
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
-        into = dquery, dkeys, dvalues, *inputs[1:]
-        # 10 operations for an element of a pair, 4 in forward.
-        is_long = 2.5 * work.flops >= profile.flops(BESIDE_FLOPS)
-        sums.run(add_all, *inputs, *of_merged, into=into, is_long=is_long, holds=False)
-    lse_rows, long_flops = merged.lse.transpose(1, 2), profile.flops(LONG_FLOPS)
-    tensors = *inputs, merged.dout, merged.out, lse_rows, dquery, dkeys, dvalues
-    flags = {"held": sums.most_held, "store": store, "store_keys": store_keys}
-    for part in kept_parts(cut_backward, work, call, tensors, **flags):
+        reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
+        sums.run(add_all, *reads, into=(*gradients[:3], *inputs[1:]), holds=False)
+    of_merged = merged.dout, merged.out, merged.lse.transpose(1, 2)
+    totals = gradients[:3]
+    stores = gradients.stores_query, gradients.stores_keys
+    for one in kernel_calls_of(work, call, inputs, of_merged, totals, stores, sums.most_held):
         assert backend is not None
-        tile_inputs = _inputs(part, call, inputs)
-        dout, out, lse = part.merged
-        tile_gradients = TileGradients(dout.of(merged.dout), out.of(merged.out), lse.of(lse_rows))
-        totals = [x.of(total) for x, total in zip(part.totals, tensors[6:], strict=True)]
-        if part.is_beside and not sums.may_wait():
-            add_all = partial(_backward_part, backend, tile_inputs, tile_gradients, totals, part)
-            sums.run(add_all, *tensors[:6], into=totals, is_long=True, holds=False)
-            continue
-        found = _gradients(backend, tile_inputs, tile_gradients, totals, part.added)
+        tile_gradients, places = (
+            TileGradients(*_views(one.merged, of_merged)),
+            _views(one.totals, totals),
+        )
+        found = _gradients(backend, _tile(one, call, inputs), tile_gradients, places, one.added)
         if found:
-            added = totals[: part.added]
-            add_all = partial(_add_all, part.additions, added, found)
-            sums.run(add_all, *found, into=added, is_long=part.flops >= long_flops)
+            added = places[: one.added]
+            add_all = partial(_add_all, one.additions, added, found)
+            sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
 
@@ -309,19 +246,6 @@ def _gradients(
     found = [backend.empty_like(tile.q)] if added else []
     backend.backward_into(tile, gradients, *found, *totals[added:])
     return backend.ordered(*found)
-
-
-def _backward_part(
-    backend: TileBackend,
-    tile: TileInputs,
-    gradients: TileGradients,
-    totals: Sequence[torch.Tensor],
-    part: BackwardPart,
-) -> None:
-    """Compute a kernel call, and add its gradients where they belong."""
-    found = _gradients(backend, tile, gradients, totals, part.added)
-    if found:
-        _add_all(part.additions, totals, found)
 
 
 def _backward_launch(
@@ -354,12 +278,242 @@ def _backward_launch(
 
 
 def _add_all(
-    additions: Additions, totals: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+    additions: Sequence[tuple[bool, Sequence[int]]],
+    totals: Sequence[torch.Tensor],
+    found: Sequence[torch.Tensor],
 ) -> None:
     for store, chosen in additions:
         add([totals[i] for i in chosen], [found[i] for i in chosen], store=store)
 
 
-def _inputs(part: ForwardPart | BackwardPart, call: TileCall, inputs: Inputs) -> TileInputs:
-    (q, k, v), (query, keys, values) = part.inputs, inputs
-    return TileInputs(q.of(query), k.of(keys), v.of(values), part.is_causal, call.scale, part.memo)
+def _views(places: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [place.of(tensor) for place, tensor in zip(places, tensors, strict=True)]
+
+
+def _tile(one: KernelCall, call: TileCall, inputs: Inputs) -> TileInputs:
+    query, keys, values = _views(one.inputs, inputs)
+    return TileInputs(query, keys, values, one.is_causal, call.scale, one.memo)
+
+
+_OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
+BLOCK_ROWS = 64
+"""Rows of a block of the kernels at most."""
+FEWEST_ROWS = 4
+"""Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+MOST_SHARE = 0.25
+"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
+launch of their own."""
+
+
+class OwnLaunch:
+    """Ranges of rows that are computed in one launch; keeps no reference to its plan.
+
+    Args:
+        plan: what the ranges are of.
+        ranges: of which rows, and in which branches.
+        stores: bits of branches; see `own_programs.build_programs`.
+
+    Attributes:
+        ranges: as given.
+        is_causal: as in the plan.
+        zero_keys: as in the plan's pattern.
+    """
+
+    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+        plan = one.plan
+        self.ranges, self._stores = ranges, stores
+        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
+        self._branches = _branches(plan.pattern.branches)
+        self._offsets = plan.tiling.offsets
+        self._rows = max([each.high - each.low for each in ranges])
+        self._configs: dict[Hashable, LaunchConfig] = {}
+
+    def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
+        """How a kernel is launched."""
+        key = kernel, query.shape[3], query.dtype
+        kept = self._configs.get((*key, query.device))
+        if kept is None:
+            rows, device = self._rows, query.device
+            kept = default_config(*key, queries=rows, keys=rows, device=device)
+            place = (*key, device)
+            self._configs[place] = kept
+        return kept
+
+    def programs(self, block: int, device: torch.device) -> own_programs.Programs:
+        """The tables on the device, for blocks of `block` rows."""
+        return TABLES.get(self, (block, device), device, partial(self._build, block, device))
+
+    def _build(self, block: int, device: torch.device) -> own_programs.Programs:
+        return own_programs.build_programs(
+            self.ranges,
+            self._branches,
+            self._offsets,
+            block=block,
+            is_causal=self.is_causal,
+            stores=self._stores,
+            device=device,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSchedule:
+    """How a rank computes tiles whose queries and keys it holds, in this order.
+
+    Attributes:
+        covering: no group, or the one that has every row as query and key once, and so needs no
+            result to add to; but for rows that a launch has.
+        launches: what is computed row by row.
+        others: further groups.
+        zero_keys: those that are left to be merged.
+    """
+
+    covering: tuple[TileGroup, ...]
+    launches: tuple[OwnLaunch, ...]
+    others: tuple[TileGroup, ...]
+    zero_keys: tuple[TileGroup, ...]
+
+
+_own_schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDictionary()
+"""As long as their plans live."""
+_SCHEDULES_KEPT = 8
+
+
+def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
+    """Schedule the tiles whose queries and KV are local to a rank; cached for the next call.
+
+    Args:
+        one: what the rank does.
+        call: what all tiles have in common.
+        head_dim: elements of a row of a head.
+    """
+    key = call.batch, call.heads_per_kv, head_dim, call.limits.own
+    kept = _own_schedules.setdefault(one, {})
+    return kept.get(key) or keep_few(kept, key, partial(_make_own, one, *key), _SCHEDULES_KEPT)
+
+
+def _make_own(
+    one: RankPlan,
+    batch: int,
+    heads_per_kv: int,
+    head_dim: int,
+    flops: float,
+) -> OwnSchedule:
+    plan = one.plan
+    longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
+    fits = (
+        longest <= own_programs.MOST_POSITIONS
+        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
+    )
+    if not flops or not fits:
+        groups = one.local_groups
+        first = groups[:1] if one.covers else ()
+        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
+    chosen = ByRows(one, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
+    work = one.own_work(chosen)
+    launches: list[OwnLaunch] = []
+    if work.ranges:
+        stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
+        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
+        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
+    covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
+    first = work.groups[: int(covers)]
+    return OwnSchedule(
+        first,
+        tuple(launches),
+        (*work.groups[len(first) :], *work.crossing),
+        work.zero_keys,
+    )
+
+
+class ByRows:
+    """Which runs of a branch are computed row by row: those of few operations.
+
+    Args:
+        plan: whose runs.
+        factor: operations of forward for each pair of a KV head.
+        flops: the most operations of a kernel call that goes row by row.
+    """
+
+    def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
+        plan = one.plan
+        self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
+        self._factor, self._flops = factor, flops
+
+    def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
+        """Of each run of a branch, whether it is computed row by row."""
+        rate = self._rates[branch]
+        factor = self._factor * len(self._heads[branch])
+        if rate > own_programs.MOST_STEP:
+            return [False] * len(runs)
+        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
+        if (
+            shortest < fewest
+            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
+        ):
+            fewest = 0
+        if (
+            shortest >= fewest  # as a rule, and so is the next
+            and factor * runs.most_copies * (-(-longest // rate)) ** 2 <= self._flops
+        ):
+            return [True] * len(runs)
+        # Heads of different offsets share a kernel call where they have equally many rows.
+        return [
+            size >= fewest
+            and factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            <= self._flops
+            for size, _, _, copies in runs
+        ]
+
+
+def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
+    return [(length or own_programs.MOST_POSITIONS, rate) for length, rate in branches]
+
+
+def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
+    """Compute a launch and merge it into a result, or write it where nothing else comes before."""
+    from ..kernels import ranges_forward
+
+    config = launch.config("own_forward", inputs.query)
+    ranges_forward(
+        *inputs,
+        result.out,
+        result.lse,
+        launch.programs(config.block_m, inputs.query.device),
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
+        scale=call.scale,
+        config=config,
+    )
+
+
+def backward_own(
+    launch: OwnLaunch,
+    call: TileCall,
+    inputs: Inputs,
+    merged: Merged,
+    gradients: Gradients,
+    *,
+    detached: bool,
+) -> None:
+    """Compute the gradients of a launch and add them up, or write them where they come first.
+
+    `detached` takes the weights of branches for constants.
+    """
+    from ..kernels import ranges_backward
+
+    device = inputs.query.device
+    dq, dkdv = (launch.config(kernel, inputs.query) for kernel in _OF_BACKWARD)
+    ranges_backward(
+        merged.dout,
+        *inputs,
+        merged.out,
+        merged.lse,
+        *gradients[:3],
+        launch.programs(dq.block_m, device),
+        launch.programs(dkdv.block_n, device),
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
+        detached=detached,
+        scale=call.scale,
+        config=BackwardConfig(dq, dkdv),
+    )

@@ -8,11 +8,10 @@ belongs to the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,9 +37,10 @@ must be large enough to fill a GPU."""
 SLICE_ROWS = 1 << 17
 """Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
 are eight rounds, so that the last one matters little."""
-BESIDE_FLOPS = 8e9
-"""Operations from which small work goes to the side stream, beside the kernel calls that follow,
-which leave multiprocessors idle at their end: 0.03 ms on an H200."""
+
+LONG_FLOPS = 1e11
+"""Operations of a kernel call from which results are added on the side stream, behind the next
+call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
 
 
 @dataclass(frozen=True)
@@ -78,45 +78,19 @@ class TileCall:
         return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
 
 
-Additions: TypeAlias = tuple[tuple[bool, tuple[int, ...]], ...]
-"""Numbers of gradients, with whether these are written over what is there (True) or added to it."""
-
-
-class ForwardPart(NamedTuple):
-    """A kernel call of forward.
+class KernelCall(NamedTuple):
+    """A block, or a slice of one, as views of the tensors of a call.
 
     Attributes:
         inputs: where its query, keys and values are.
-        totals: where its out and lse belong.
+        merged: where its dout, out and lse are; nothing in forward.
+        totals: where its results belong: out and lse, or gradients of query, keys and values.
         is_causal: as its block.
-        flops: operations that it takes.
-        places: whether the back end writes them there.
-        is_beside: whether it may run on the side stream, beside larger blocks of its group.
-        memo: see `TileInputs`.
-    """
-
-    inputs: tuple[Placement, ...]
-    totals: tuple[Placement, ...]
-    is_causal: bool
-    flops: int
-    places: bool
-    is_beside: bool
-    memo: dict[Any, Any]
-
-
-class BackwardPart(NamedTuple):
-    """A kernel call of backward.
-
-    Attributes:
-        inputs: where its query, keys and values are.
-        merged: where its dout, out and lse are.
-        totals: where its gradients of query, keys and values belong.
-        is_causal: as its block.
-        flops: operations that it takes.
-        added: how many of the gradients are added there, the first ones: 3, 1 or 0. The back end
-            writes the others where they belong.
-        additions: how these are added.
-        is_beside: whether it may run on the side stream, beside larger blocks of its group.
+        is_long: whether it takes long enough for its results to be added behind the next one.
+        added: how many of the results are added there, the first ones; all, none, or of gradients
+            that of the query. The back end writes the others where they belong.
+        additions: numbers of gradients, with whether these are written over what is there (True) or
+            added to it.
         memo: see `TileInputs`.
     """
 
@@ -124,175 +98,108 @@ class BackwardPart(NamedTuple):
     merged: tuple[Placement, ...]
     totals: tuple[Placement, ...]
     is_causal: bool
-    flops: int
+    is_long: bool
     added: int
-    additions: Additions
-    is_beside: bool
+    additions: tuple[tuple[bool, tuple[int, ...]], ...]
     memo: dict[Any, Any]
 
 
-PartT = TypeVar("PartT", bound="ForwardPart | BackwardPart")
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
-def kept_parts(
-    cut: Callable[..., Iterator[PartT]],
+def kernel_calls_of(
     work: Schedule,
     call: TileCall,
-    tensors: Sequence[torch.Tensor],
-    **options: int,
-) -> Sequence[PartT]:
+    inputs: Tensors,
+    merged: Tensors,
+    totals: Tensors,
+    stores: tuple[bool, bool],
+    held: int,
+) -> Sequence[KernelCall]:
     """The blocks of a schedule as kernel calls, kept for the next call of the same layout.
 
     Args:
-        cut: `cut_forward` or `cut_backward`, which makes them.
         work: whose blocks.
         call: what all tiles have in common.
-        tensors: what `cut` takes, all (batch, rows, heads, ...) and on one device.
-        options: what else it takes.
+        inputs: query, keys and values.
+        merged: dout, out and lse; nothing in forward.
+        totals: out and lse, or gradients of query, keys and values; these and all above are (batch,
+            rows, heads, ...) and on one device.
+        stores: whether results are written over what is there: of queries, and of keys.
+        held: of how many kernel calls results are held at the same time; 1: there is no side
+            stream.
     """
     if not work.blocks:
         return ()
+    given = call, inputs, merged, totals, stores, held
 
-    def make() -> Sequence[PartT]:
-        return tuple(cut(work, call, tensors, **options))
+    def make() -> Sequence[KernelCall]:
+        return tuple(x for block in work.blocks for x in _cut(block, *given))
 
     if len(work.blocks) > MOST_BLOCKS:
         return make()
-    selected = call.selection.backend, call.scale, call.workspace, tensors[0].device
-    layouts = [(x.stride(), x.dtype) for x in tensors]
-    return keep_few(work.parts, (cut, *options.values(), *selected, *layouts), make, _LAYOUTS_KEPT)
+    layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
+    selected = call.selection.backend, call.scale, call.workspace, inputs[0].device
+    key = stores, held, *selected, *layouts
+    kept: Sequence[KernelCall] | None = work.parts.get(key)
+    return kept or keep_few(work.parts, key, make, _LAYOUTS_KEPT)
 
 
-def cut_forward(
-    work: Schedule, call: TileCall, tensors: Sequence[torch.Tensor], *, held: int, store: bool
-) -> Iterator[ForwardPart]:
-    """Kernel calls of forward.
-
-    Args:
-        work: whose blocks they compute.
-        call: what all tiles have in common.
-        tensors: query, keys, values, out and lse.
-        held: of how many kernel calls results are held at the same time; 1: there is no side
-            stream.
-        store: whether they are written over what out and lse hold.
-    """
-    query, keys, values, out, lse = tensors
-    backend, head_dim = call.selection.backend, query.shape[3]
-    assert backend is not None
-    beside = _beside(work, 4 * head_dim, query.device, held)
-    held += beside.streams - 1
-    row_bytes = (head_dim * query.element_size() + lse.element_size()) * held
-    most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes)
-    may_place = store and out.dtype == query.dtype and backend.forward_into is not None
-    order = backend.rows_first
-    for block in work.blocks:
-        places = may_place and block.queries.stride == 1
-        for part in block.slices(math.inf if places else most_rows):
-            yield ForwardPart(
-                (
-                    part.place_queries(query, rows_first=order),
-                    part.place_keys(keys, rows_first=order),
-                    part.place_keys(values, rows_first=order),
-                ),
-                (
-                    part.place_queries(out, rows_first=order and places),
-                    part.place_queries(lse),
-                ),
-                part.is_causal,
-                4 * head_dim * part.pairs,
-                places,
-                beside.has(block, part),
-                {},
-            )
-
-
-def cut_backward(
-    work: Schedule,
+def _cut(
+    block: Block,
     call: TileCall,
-    tensors: Sequence[torch.Tensor],
-    *,
+    inputs: Tensors,
+    merged: Tensors,
+    totals: Tensors,
+    stores: tuple[bool, bool],
     held: int,
-    store: bool,
-    store_keys: bool,
-) -> Iterator[BackwardPart]:
-    """Kernel calls of backward.
-
-    Args:
-        work: whose blocks they compute.
-        call: what all tiles have in common.
-        tensors: query, keys, values, dout, out, lse, and the gradients of the first three.
-        held: as in `cut_forward`.
-        store: whether they are written over what the gradient of query holds.
-        store_keys: whether they are written over what those of keys and values hold.
-    """
-    query, keys, values, dout, out, lse, dquery, dkeys, dvalues = tensors
-    backend, head_dim = call.selection.backend, query.shape[3]
+) -> Iterator[KernelCall]:
+    """Slices of a block. Where nothing is there to add to, a back end may write into its place."""
+    backend, query, (store, store_keys) = call.selection.backend, inputs[0], stores
     assert backend is not None
-    order = backend.rows_first
-    beside = _beside(work, 10 * head_dim, query.device, held)
-    held += beside.streams - 1
-    for block in work.blocks:
-        own_keys = store_keys and block.member == 0  # members of a KV head share its gradients
-        # Where nothing is there to add to, a back end may write what it finds where it belongs.
+    order, head_dim = backend.rows_first, query.shape[3]
+    long_flops = profile_of(query.device).flops(LONG_FLOPS)
+    additions: tuple[tuple[bool, tuple[int, ...]], ...] = ()
+    result_bytes = head_dim * query.element_size() * held
+    is_placed = [x.dtype == query.dtype for x in totals]
+    if not merged:
+        fits = store and is_placed[0] and block.queries.stride == 1
+        added = 0 if fits and backend.forward_into is not None else 2
+        row_bytes = result_bytes + totals[1].element_size() * held
+        most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes) if added else math.inf
+    else:
+        store_keys = store_keys and block.member == 0  # members of a KV head share its gradients
         added = 3
-        if backend.backward_into is not None and own_keys and dkeys.dtype == query.dtype:
-            added = 0 if store and dquery.dtype == query.dtype else 1
-        row_bytes = lse.element_size() + backend.backward_workspace(head_dim) * beside.streams
-        row_bytes += added * head_dim * query.element_size() * held
-        additions = _by_flag((store, own_keys, own_keys)[:added])
-        for part in block.slices(call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)):
-            yield BackwardPart(
-                (
-                    part.place_queries(query, rows_first=order),
-                    part.place_keys(keys, rows_first=order),
-                    part.place_keys(values, rows_first=order),
-                ),
-                (
-                    part.place_queries(dout, rows_first=order),
-                    part.place_queries(out, rows_first=order),
-                    part.place_queries(lse),
-                ),
-                (
-                    part.place_queries(dquery, rows_first=order and added == 0),
-                    part.place_keys(dkeys, rows_first=order and added < 3),
-                    part.place_keys(dvalues, rows_first=order and added < 3),
-                ),
-                part.is_causal,
-                10 * head_dim * part.pairs,
-                added,
-                additions,
-                beside.has(block, part),
-                {},
-            )
+        if backend.backward_into is not None and store_keys and is_placed[1]:
+            added = 0 if store and is_placed[0] else 1
+        additions = _by_flag((store, store_keys, store_keys)[:added])
+        row_bytes = merged[2].element_size() + backend.backward_workspace(head_dim)
+        row_bytes += added * result_bytes
+        most_rows = call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)
+    for part in block.slices(most_rows):
+
+        def rows_of(
+            tensor: torch.Tensor, *, keys: bool = False, is_read: bool = True, part: Block = part
+        ) -> Placement:
+            place = part.place_keys if keys else part.place_queries
+            return place(tensor, rows_first=order and is_read and tensor.dim() == 4)
+
+        yield KernelCall(
+            tuple(rows_of(x, keys=i > 0) for i, x in enumerate(inputs)),
+            tuple(map(rows_of, merged)),
+            tuple(
+                rows_of(x, keys=bool(merged) and i > 0, is_read=i >= added)
+                for i, x in enumerate(totals)
+            ),
+            part.is_causal,
+            (10 if merged else 4) * head_dim * part.pairs >= long_flops,
+            added,
+            additions,
+            {},
+        )
 
 
-class _Beside(NamedTuple):
-    """What runs on the side stream, beside the larger blocks of a group.
-
-    Kernel calls leave multiprocessors idle at their end, which small ones fill.
-
-    Attributes:
-        least: pairs of a kernel call from which it may.
-        most: pairs of a block up to which it does.
-        streams: on how many streams blocks are computed, 1 or 2.
-    """
-
-    least: float
-    most: float
-    streams: int
-
-    def has(self, block: Block, part: Block) -> bool:
-        """Whether a kernel call, which computes part of a block, is among it."""
-        return part.pairs >= self.least and block.pairs <= self.most
-
-
-def _beside(work: Schedule, pair_flops: int, device: torch.device, held: int) -> _Beside:
-    least = profile_of(device).flops(BESIDE_FLOPS) / pair_flops
-    most = work.blocks[-1].pairs / 2 if held > 1 else 0.0
-    return _Beside(least, most, 1 + any(least <= block.pairs <= most for block in work.blocks))
-
-
-def _by_flag(flags: Sequence[bool]) -> Additions:
+def _by_flag(flags: Sequence[bool]) -> tuple[tuple[bool, tuple[int, ...]], ...]:
     """The indices of each flag that there is."""
     return tuple((flag, tuple(i for i, x in enumerate(flags) if x is flag)) for flag in {*flags})
 
@@ -315,17 +222,15 @@ class Schedule:
     """How the tiles of a group are computed: block by block, or all in one launch.
 
     Attributes:
-        blocks: a kernel call each, sorted by their number of pairs, fewest first.
+        blocks: a kernel call each.
         table: tiles of the launch.
         packed: more of them.
-        flops: operations of forward of `table`.
         parts: the kernel calls of the blocks, for each of the last few layouts: see `parts`.
     """
 
     blocks: tuple[Block, ...]
     table: tuple[Tile, ...]
     packed: tuple[PackedTiles, ...] = ()
-    flops: int = 0
     parts: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -374,7 +279,7 @@ def _make_schedule(
     blocks: list[Block] = []
     table: list[Tile] = []
     packed: list[PackedTiles] = []
-    single, launch_flops = list(group.single), 0
+    single = list(group.single)
     for many in group.packed:
         # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
         flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
@@ -383,14 +288,11 @@ def _make_schedule(
         single.extend(long.tiles())
     for family in families(single):
         cut = list(family.blocks(batch, heads_per_kv))
-        flops_of_cut = 4 * head_dim * sum(block.pairs for block in cut)
-        if flops_of_cut <= table_flops * len(cut):
+        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
             table.extend(family.tiles)
-            launch_flops += flops_of_cut
         else:
             blocks.extend(cut)
-    blocks.sort(key=attrgetter("pairs"))  # the small ones first, to run beside the others
-    return Schedule(tuple(blocks), tuple(table), tuple(packed), launch_flops)
+    return Schedule(tuple(blocks), tuple(table), tuple(packed))
 
 
 def launch_of(work: Schedule, *key: Any) -> Launch:

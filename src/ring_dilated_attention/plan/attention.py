@@ -11,35 +11,133 @@ The work of a rank is
 
 Any rank can compute every rank's plan. What crosses between two ranks is a `Message`: the sender's
 dilated rows that the receiver's queries need, each (row, head) once however many branches need it.
+In which order a rank does all this is its program: see `program`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .crossings import Joined, crossings_of, join_segments
-from .own import OwnBranch, OwnWork, own_work, zero_key_groups
-from .parts import Link, OwnRuns, own_runs
-from .replicated import replicated_groups, replicated_strips, replicated_zero_keys
-from .rows import Message, Tile, TileGroup
+from .cache import replicated_groups, replicated_strips, replicated_zero_keys
+from .rows import Link, Message, OwnRuns, Part, Span, Tile, TileGroup, own_runs
 from .spec import FEW_ADDITIONS, PlanSpec
-from .tiling import group_tiles
+from .tiling import OwnWork, group_tiles, own_work, zero_key_groups
+
+
+class Crossings:
+    """The segments that a rank shares with each of the others.
+
+    Tiles and messages hold local rows. So two ranks whose parts lie alike relative to the segments
+    that they share with a third one exchange alike messages with it: they are of one kind. Of
+    thousands of steps few differ, and what is worked out for one step holds for all of its kind.
+
+    Attributes:
+        parts: what the rank holds.
+        seen: where the keys of others lie that its queries see.
+        shown: where the queries of others lie that see its keys.
+    """
+
+    def __init__(self, plan: PlanSpec, rank: int) -> None:
+        self._plan = plan
+        self.parts = plan.parts_of(rank)
+        self.seen, self.shown = plan.crossing_spans(self.parts)
+        self._kinds: dict[Hashable, int] = {}
+        self._kinds_of: dict[int, tuple[int, int]] = {}
+
+    def kind_from(self, sender: int) -> int:
+        """The same for all senders that send this rank alike messages, which make alike tiles."""
+        return self._kinds_with(sender)[0]
+
+    def kind_to(self, receiver: int) -> int:
+        """The same for all receivers to which this rank sends alike messages."""
+        return self._kinds_with(receiver)[1]
+
+    def links_from(self, sender: int) -> list[Link]:
+        """This rank's queries that see keys of `sender`."""
+        parts = self._plan.parts_of(sender) if self.seen else ()
+        return [
+            Link(span.branch, other, span.part, span.start, span.stop)
+            for span in self.seen
+            for other in parts
+            if span.reaches(other)
+        ]
+
+    def links_to(self, receiver: int) -> list[Link]:
+        """Queries of `receiver` that see this rank's keys."""
+        parts = self._plan.parts_of(receiver) if self.shown else ()
+        return [
+            Link(span.branch, span.part, other, span.start, span.stop)
+            for span in self.shown
+            for other in parts
+            if span.reaches(other)
+        ]
+
+    def _kinds_with(self, other: int) -> tuple[int, int]:
+        """The kinds of `other` as a sender and as a receiver."""
+        if other not in self._kinds_of:
+            parts = self._plan.parts_of(other)
+            placed = list(zip(_order(parts), parts, strict=True))
+            self._kinds_of[other] = (
+                self._kind((True, *self._places(self.seen, placed))),
+                self._kind((False, *self._places(self.shown, placed))),
+            )
+        return self._kinds_of[other]
+
+    def _kind(self, places: Hashable) -> int:
+        return self._kinds.setdefault(places, len(self._kinds))
+
+    def _places(self, spans: Sequence[Span], parts: Sequence[tuple[int, Part]]) -> list[int]:
+        """How `parts` lie relative to `spans`: all that tiles and messages depend on.
+
+        Five ints for each pair of a span and a part that it reaches.
+
+        Args:
+            spans: of this rank.
+            parts: of another rank, each with its place in the order of their positions.
+        """
+        found: list[int] = []
+        rates = self._plan.pattern.dilation_rates
+        for number, (branch, _, _, low, high, segment, end) in enumerate(spans):
+            rate = rates[branch]
+            for order, (start, stop, _, local, _, _) in parts:
+                if start < high and low < stop:
+                    first = start if start > segment else segment
+                    size = (stop if stop < end else end) - first
+                    found += number, order, local + first - start, size, (segment - first) % rate
+        return found
+
+
+def crossings_of(plan: PlanSpec, rank: int) -> Crossings:
+    """The segments that `rank` shares with others: one object for plans of different heads."""
+    if plan.whole is not None and plan.whole.covering == plan.covering:
+        return crossings_of(plan.whole, rank)  # which branch covers decides their order
+    known: dict[int, Crossings] = plan.derived.setdefault(Crossings, {})
+    if rank not in known:
+        known[rank] = Crossings(plan, rank)
+    return known[rank]
+
+
+def _order(parts: Sequence[Part]) -> Sequence[int]:
+    """Of each part, how many of them have lower positions."""
+    if all(a.start < b.start for a, b in pairwise(parts)):
+        return range(len(parts))
+    before = {start: number for number, start in enumerate(sorted(x.start for x in parts))}
+    return [before[part.start] for part in parts]
 
 
 class Step(NamedTuple):
-    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``, or a piece of them.
+    """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``.
 
     The keys of its tiles are slots of the received message.
 
     Attributes:
         step: s.
-        piece: which piece.
         receive: these rows; None: none are needed.
         send: rows that rank ``(rank + s) mod p`` needs; None: none.
         groups: the tiles.
@@ -49,7 +147,6 @@ class Step(NamedTuple):
     """
 
     step: int
-    piece: int
     receive: Message | None
     send: Message | None
     groups: tuple[TileGroup, ...]
@@ -60,27 +157,10 @@ class Step(NamedTuple):
         """The tiles of all groups."""
         return _tiles(self.groups)
 
-
-class _Arrival(NamedTuple):
-    """A message that a rank receives, the tiles that read it, and `Step.storing`."""
-
-    message: Message | None
-    groups: tuple[TileGroup, ...]
-    storing: int
-
-
-class LocalHalves(NamedTuple):
-    """Local groups to compute before remote ones, and behind them.
-
-    Attributes:
-        early: the first group at least, so that it may be stored.
-        late: the others.
-        late_heads: the KV heads whose rows `late` alone has to itself; None: `early` has them too.
-    """
-
-    early: tuple[TileGroup, ...]
-    late: tuple[TileGroup, ...]
-    late_heads: range | None
+    @property
+    def moves(self) -> bool:
+        """Whether any rows are sent or received."""
+        return self.receive is not None or self.send is not None
 
 
 class RankPlan:
@@ -92,6 +172,7 @@ class RankPlan:
         world_size: number of ranks.
         covers: whether the first group has every local row of every head as query and as key once.
             It then needs no result to add to.
+        programs: by ``(gathers, backward)``, see `program.lower`.
     """
 
     FEW_ADDITIONS = FEW_ADDITIONS
@@ -100,17 +181,17 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
+        self.programs: dict[tuple[bool, bool], Any] = {}
         self._steps: dict[int, Step] = {}
         self._crossings = crossings_of(plan, rank)
-        self._arrivals: dict[tuple[int, int], _Arrival] = {}
-        self._departures: dict[tuple[int, int], Message | None] = {}
-        self._rows: dict[tuple[int, int | None], int] = {}
+        self._arrivals: dict[int, tuple[Message | None, tuple[TileGroup, ...], int]] = {}
+        self._departures: dict[int, Message | None] = {}
+        self._rows: dict[int, int] = {}
         self._crossing: dict[tuple[Link, ...], tuple[TileGroup, ...]] = {}
         self._parts = self._crossings.parts
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
-        self._seen, self._shown = self._crossings.seen, self._crossings.shown
 
     @property
     def is_alone(self) -> bool:
@@ -118,7 +199,12 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return not (self._seen or self._shown)
+        return not (self._crossings.seen or self._crossings.shown)
+
+    @property
+    def held_rows(self) -> int:
+        """(row, head) pairs of keys that this rank holds."""
+        return self.plan.layout.local_length(self.index) * len(self.plan.kv_heads)
 
     @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
@@ -126,27 +212,15 @@ class RankPlan:
         work = self.own_work(None)
         return (*work.groups, *work.crossing)
 
-    def own_work(
-        self,
-        by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
-        *,
-        joins: bool = True,
-        joined: Joined | None = None,
-    ) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
         """What this rank computes of its own rows, split by whether it is computed row by row.
 
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
-            joins: whether parts that lie in one segment make one tile where they can.
-            joined: whose own tiles are left out; None: none are.
         """
-        branches = self._own_branches
-        if joined is not None:
-            none: frozenset[int] = frozenset()
-            branches = [x._replace(without=joined.own.get(x.number, none)) for x in branches]
-        given = self.plan.tiling, branches, self._parts
         links = self._crossings.links_from(self.index)
-        return own_work(*given, links, self._grouped, by_rows, joins=joins)
+        given = self.plan.tiling, self._own_branches, self._parts
+        return own_work(*given, links, self._grouped, by_rows)
 
     def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
         """The tiles of links between parts of this rank: worked out once, for both directions."""
@@ -156,11 +230,11 @@ class RankPlan:
         return self._crossing[links]
 
     @property
-    def _own_branches(self) -> list[OwnBranch]:
-        """All of them, in the order of the plan."""
+    def _own_branches(self) -> list[tuple[int, int | None]]:
+        """All of them, in the order of the plan; a length of None: no document is longer."""
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         return [
-            OwnBranch(branch, None if length is None or length >= longest else length)
+            (branch, None if length is None or length >= longest else length)
             for branch, length in self.plan.branches
         ]
 
@@ -169,7 +243,7 @@ class RankPlan:
         """About how many (query, key) pairs `own_work` computes, over all KV heads."""
         tiling, of_length = self.plan.tiling, {}
         pairs = 0.0
-        for branch, length, _ in self._own_branches:
+        for branch, length in self._own_branches:
             if length not in of_length:
                 of_length[length] = own_runs(self._parts, length)
             runs, rate = of_length[length], tiling.pattern.dilation_rates[branch]
@@ -178,32 +252,8 @@ class RankPlan:
             pairs += len(tiling.heads[branch]) * seen
         return pairs
 
-    @cached_property
-    def joined(self) -> Joined | None:
-        """What may be computed at once where all messages are in flight; see `join_segments`."""
-        return join_segments(self.plan, self._crossings, self.index)
-
-    def at_once(self, *, gathers: bool) -> Joined | None:
-        """What a call computes at once, when the rows of all steps have arrived, if anything.
-
-        That is where all messages are in flight anyway, or there is only one.
-
-        Args:
-            gathers: as of `rounds`.
-        """
-        if self.is_alone:
-            return None
-        one, *more = self.rounds(gathers=gathers)
-        return one.joined if gathers or (not more and one.num_steps == 1) else None
-
     def groups(self, *, gathers: bool) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
-        """The tiles that a call computes: those of own keys alone, and those of received keys.
-
-        The latter may have own keys, too; see `at_once`, whose arguments these are.
-        """
-        joined = self.at_once(gathers=gathers)
-        if joined is not None:
-            return self.own_work(None, joined=joined).groups, joined.groups
+        """The tiles that a call computes: those of own keys, and those of received keys."""
         rounds = self.rounds(gathers=gathers)
         own = (group for one in rounds for group in one.local_groups)
         return tuple(own), tuple(g for one in rounds for step in one.steps() for g in step.groups)
@@ -234,122 +284,84 @@ class RankPlan:
         return tuple(rank_plan(plan, self.index) for plan in self.plan.rounds)
 
     @cached_property
-    def local_halves(self) -> LocalHalves:
-        """The local work cut in two, so that some is left to do while the last gradients return."""
-        if len(self.local_groups) > 1:
-            return LocalHalves(self.local_groups[:1], self.local_groups[1:], None)
-        heads = self.plan.kv_heads
-        if self.is_alone:
-            return LocalHalves(self.local_groups, (), None)
-        if len(heads) < 2:
-            work = self.own_work(None, joins=False)
-            return LocalHalves(work.groups, work.crossing, None)
-        middle = len(heads) // 2
-        early, late = (
-            rank_plan(self.plan.narrowed(half), self.index).local_groups
-            for half in (heads[:middle], heads[middle:])
-        )
-        return LocalHalves(early, late, heads[middle:])
-
-    @cached_property
     def mean_additions(self) -> float:
         """A bound on how many tiles add to a row of a head, on average over rows and heads.
 
         A branch reaches one row in its rate; where it crosses ranks, each part that shares the
         segment adds once.
         """
-        crossing = {span.branch for span in (*self._seen, *self._shown)}
-        others = self._crossings.fetched_ranges - 1  # of a document
+        crossing = {span.branch for span in (*self._crossings.seen, *self._crossings.shown)}
+        others = sum(map(len, self.plan.layout.ranges)) - 1  # of a document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
             heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
             mean += heads / rate * (1 + others * (branch in crossing))
         return mean
 
-    def received_rows(self, sender: int, piece: int | None = None) -> int:
-        """Distinct (row, head) pairs that `sender` sends this rank: in all, or of a piece."""
-        key = self._crossings.kind_from(sender), piece
-        if key not in self._rows:
-            links = self._crossings.links_from(sender, piece)
-            self._rows[key] = self.plan.tiling.count_rows(links)
-        return self._rows[key]
+    def received_rows(self, sender: int) -> int:
+        """Distinct (row, head) pairs that `sender` sends this rank."""
+        kind = self._crossings.kind_from(sender)
+        if kind not in self._rows:
+            self._rows[kind] = self.plan.tiling.count_rows(self._crossings.links_from(sender))
+        return self._rows[kind]
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        key = self._crossings.kind_to(receiver), None
-        if key not in self._rows:
-            self._rows[key] = self.plan.tiling.count_rows(self._crossings.links_to(receiver))
-        return self._rows[key]
-
-    @cached_property
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.index]
+        kind = self._crossings.kind_to(receiver)
+        if kind not in self._rows:
+            self._rows[kind] = self.plan.tiling.count_rows(self._crossings.links_to(receiver))
+        return self._rows[kind]
 
     @cached_property
     def total_received_rows(self) -> int:
         """Distinct (row, head) pairs that this rank receives, over all peers."""
-        return sum(map(self.received_rows, self._peers))
+        return sum(self.received_rows(x) for x in range(self.world_size) if x != self.index)
 
     @cached_property
     def total_sent_rows(self) -> int:
         """Distinct (row, head) pairs that this rank sends, over all peers."""
-        return sum(map(self.sent_rows, self._peers))
+        return sum(self.sent_rows(x) for x in range(self.world_size) if x != self.index)
 
-    def step(self, step: int, piece: int = 0) -> Step:
-        """What this rank exchanges and computes at step 1 <= `step` < world size, of a piece."""
-        number = piece * self.world_size + step
-        found = self._steps.get(number)
-        if found is None:
-            found = self._steps[number] = self._make_step(step, piece)
-        return found
+    def step(self, step: int) -> Step:
+        """What this rank exchanges and computes at step 1 <= `step` < world size."""
+        if step not in self._steps:
+            own, world_size = self.index, self.world_size
+            sender, receiver = (own - step) % world_size, (own + step) % world_size
+            received, groups, storing = self._arrival(sender)
+            sent = self._departure(receiver)
+            self._steps[step] = Step(
+                step,
+                None if received is None else received.between(sender, own),
+                None if sent is None else sent.between(own, receiver),
+                groups,
+                storing,
+            )
+        return self._steps[step]
 
-    def _make_step(self, step: int, piece: int) -> Step:
-        own, world_size = self.index, self.world_size
-        sender, receiver = (own - step) % world_size, (own + step) % world_size
-        received, groups, storing = self._arrival(sender, piece)
-        sent = self._departure(receiver, piece)
-        return Step(
-            step,
-            piece,
-            None if received is None else received.between(sender, own),
-            None if sent is None else sent.between(own, receiver),
-            groups,
-            storing,
-        )
-
-    def _arrival(self, sender: int, piece: int) -> _Arrival:
-        """The message from `sender` and its tiles; from another sender of its kind, maybe."""
-        key = self._crossings.kind_from(sender), piece
-        if key not in self._arrivals:
-            tiling, links = self.plan.tiling, self._crossings.links_from(sender, piece)
+    def _arrival(self, sender: int) -> tuple[Message | None, tuple[TileGroup, ...], int]:
+        """A message like that from `sender`, the tiles that read it, and `Step.storing`."""
+        kind = self._crossings.kind_from(sender)
+        if kind not in self._arrivals:
+            tiling, links = self.plan.tiling, self._crossings.links_from(sender)
             message, slots = tiling.message(sender, self.index, links)
             groups = group_tiles(
                 (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
                 for link in links
             )
-            self._arrivals[key] = _Arrival(message, groups, _storing(message, groups))
-        return self._arrivals[key]
+            self._arrivals[kind] = message, groups, _storing(message, groups)
+        return self._arrivals[kind]
 
-    def _departure(self, receiver: int, piece: int) -> Message | None:
-        """The message to `receiver`; to another receiver of its kind, maybe."""
-        key = self._crossings.kind_to(receiver), piece
-        if key not in self._departures:
-            links = self._crossings.links_to(receiver, piece)
-            self._departures[key], _ = self.plan.tiling.message(self.index, receiver, links)
-        return self._departures[key]
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps there are."""
-        return self.plan.pieces * (self.world_size - 1)
+    def _departure(self, receiver: int) -> Message | None:
+        """A message like that to `receiver`."""
+        kind = self._crossings.kind_to(receiver)
+        if kind not in self._departures:
+            links = self._crossings.links_to(receiver)
+            self._departures[kind], _ = self.plan.tiling.message(self.index, receiver, links)
+        return self._departures[kind]
 
     def steps(self) -> Iterator[Step]:
-        """Every step in order; most exchange nothing when segments are shorter than shards.
-
-        A piece goes to all ranks before the next: it is packed once where they need the same.
-        """
-        order = product(range(self.plan.pieces), range(1, self.world_size))
-        return (self.step(step, piece) for piece, step in order)
+        """Every step in order; most exchange nothing when segments are shorter than shards."""
+        return map(self.step, range(1, self.world_size))
 
     @cached_property
     def pairs(self) -> int:

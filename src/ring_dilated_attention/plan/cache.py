@@ -1,4 +1,4 @@
-"""What a KV cache of a dilated pattern keeps, where, and who hands it over. Integers only.
+"""Decoding: what a KV cache keeps, and which keys a query on every rank sees. Integers only.
 
 A head with offset o sees, in a branch (w, r), the members of one progression in each segment:
 ``range(segment_start + o, segment_stop, r)``. Every full segment has R = ceil((w - o) / r) of them,
@@ -15,6 +15,16 @@ segment, and as many slots as members.
 
 Sharded over p ranks, member g is held by rank g mod p: evenly, wherever the prompt was, and still
 evenly when members are added.
+
+Queries that every rank holds, against the keys of one rank. Per branch, and per range of keys:
+
+- the positions that are queries and keys alike are cut into segments as any shard is: the run of
+  full segments is ONE batched tile, a diagonal one where causal;
+- queries before or behind them, and keys before or behind them, are disjoint ranges, so any two of
+  them share at most one segment: one tile, which is plain. Causal: only keys before the queries.
+
+Queries within one segment that see all its keys need no such cuts: one tile a range of keys. That
+is a single position (decoding), causal or not, since keys behind it are left out from the start.
 """
 
 from __future__ import annotations
@@ -26,6 +36,9 @@ from typing import NamedTuple
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, HeadOffset
+from .rows import Link, Part, Tile, TileGroup, cut, own_segments, spans
+from .spec import PlanSpec
+from .tiling import tiling_of, zero_key_groups
 
 
 @dataclass(frozen=True)
@@ -336,3 +349,113 @@ def plan_cache(
         branches.append(CachedBranch(index, segment_length, rate, heads, slots, rows))
         rows += slots * len(heads)
     return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)
+
+
+def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[TileGroup, ...]:
+    """What `rank` computes for queries that every rank holds.
+
+    Args:
+        plan: the pattern, and which rank holds which keys.
+        positions: of the queries: consecutive, not empty, within [0, plan.layout.length).
+        rank: whose keys.
+
+    Returns:
+        Groups of tiles; row i of their queries is ``positions[i]``, their keys are local rows.
+    """
+    assert positions.step == 1
+    assert 0 <= positions.start < positions.stop <= plan.layout.length
+    queries = cut([(positions.start, positions.stop)], plan.documents, rank)
+    keys = plan.parts_of(rank)
+    if plan.is_causal:
+        keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
+    is_causal = plan.is_causal and len(positions) > 1
+    tiling = tiling_of(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
+    pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
+    groups: list[TileGroup] = []
+    for branch, (length, _) in enumerate(plan.pattern.branches):
+        own: list[Tile] = []  # of disjoint positions, so they share no row
+        for link, segments in (
+            x for pair in pairs for x in _links(branch, length, *pair, is_causal)
+        ):
+            tiles = tuple(tiling.tiles(link, segments=segments))
+            if link.is_own:
+                own.extend(tiles)
+            elif tiles:
+                groups.append(TileGroup(tiles))
+        if own:
+            groups.append(TileGroup(tuple(own)))
+    return tuple(groups)
+
+
+def replicated_zero_keys(plan: PlanSpec, positions: range) -> tuple[TileGroup, ...]:
+    """The zero keys that these queries see: see `zero_key_groups`; no rank holds them.
+
+    Args:
+        plan: the pattern, and the documents.
+        positions: as for `replicated_groups`; row i of the queries is ``positions[i]``.
+    """
+    queries = cut([(positions.start, positions.stop)], plan.documents, 0)
+    return zero_key_groups(plan.tiling, queries)
+
+
+def _links(
+    branch: int, length: int | None, queries: Part, keys: Part, is_causal: bool
+) -> Iterator[tuple[Link, int]]:
+    """The segments that two parts of a document share, as (link, number of such segments)."""
+    w = queries.segment_length(length)
+    start = queries.start - (queries.start - queries.document_start) % w
+    stop = min(start + w, queries.document_stop)
+    if not is_causal and queries.stop <= stop:
+        if keys.start < stop and start < keys.stop:
+            yield Link(branch, keys, queries, start, stop), 1
+        return
+    low, high = max(queries.start, keys.start), min(queries.stop, keys.stop)
+    for q in _pieces(queries, low, high):
+        for k in _pieces(keys, low, high):
+            if q[:2] == k[:2]:
+                for start, stop, count in own_segments(q, length):
+                    yield Link(branch, k, q, start, stop), count
+                continue
+            for span in spans(branch, q, length):
+                if span.reaches(k) and (span.is_before or not is_causal):
+                    yield Link(branch, k, q, span.start, span.stop), 1
+
+
+def _pieces(part: Part, low: int, high: int) -> list[Part]:
+    """A part cut into what lies before, in and behind ``range(low, high)``."""
+    if low >= high:
+        return [part]
+    cuts = (part.within(0, low), part.within(low, high), part.within(high, part.stop))
+    return [piece for piece in cuts if piece.start < piece.stop]
+
+
+def replicated_strips(plan: PlanSpec, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
+    """The keys of `rank` that queries which every rank holds see, head by head.
+
+    Args:
+        plan: the pattern, and which rank holds which keys.
+        positions: as for `replicated_groups`, whose tiles these are.
+        rank: whose keys.
+
+    Returns:
+        For each KV head, equally many strips of evenly spaced keys: the first local row, the step
+        from one to the next, how many there are, and of each query before which of them it sees
+        all: 0 or more. No query sees a key twice, but for each branch that shows it.
+    """
+    strips: list[list[tuple[int, ...]]] = [[] for _ in range(plan.num_kv_heads)]
+    groups = replicated_groups(plan, positions, rank)
+    found = ((x, i) for group in groups for x in group.tiles for i in range(x.segments))
+    for tile, segment in found:
+        for number, head in enumerate(tile.heads):
+            query, key = (
+                rows.start + segment * rows.segment_stride + number * rows.head_stride
+                for rows in (tile.queries, tile.keys)
+            )
+            limits = [0] * len(positions)
+            for i in range(tile.queries.length):
+                seen = i + 1 if tile.is_causal else tile.keys.length
+                limits[query + i * tile.queries.stride] = seen
+            strips[head].append((key, tile.keys.stride, tile.keys.length, *limits))
+    most = max(map(len, strips))
+    nothing = 0, 1, 0, *[0] * len(positions)
+    return [own + [nothing] * (most - len(own)) for own in strips]

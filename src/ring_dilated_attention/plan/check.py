@@ -6,89 +6,150 @@ of the pattern, so its cost is the number of (branch, head, query, key) quadrupl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, product
 
-from .attention import AttentionPlan, Step
+from .attention import AttentionPlan, RankPlan, Step
+from .program import Action, Program, lower
 from .rows import Message, Rows, Tile, TileGroup
-
-TOLD_EVERY = 50_000
-"""Quadruples between two reports of how far `check_plan` is: about a tenth of a second."""
 
 
 class PlanError(AssertionError):
     """A plan that does not compute what its pattern means."""
 
 
-class _Counted(Counter[tuple[int, int, int, int]]):
-    """Quadruples that are counted, and how many in all: `told` hears of it now and then."""
-
-    def __init__(self, told: Callable[[int], None] | None, done: int = 0) -> None:
-        super().__init__()
-        self.told, self.done = told, done
-
-    def add(self, quadruples: Iterable[tuple[int, int, int, int]]) -> None:
-        rest = iter(quadruples)
-        while chunk := list(islice(rest, TOLD_EVERY)):
-            self.update(chunk)
-            self.done += len(chunk)
-            if self.told is not None:
-                self.told(self.done)
-
-
-def check_plan(plan: AttentionPlan, *, told: Callable[[int], None] | None = None) -> None:
-    """Prove over all ranks that `plan` is complete, consistent and minimal.
+def check_plan(plan: AttentionPlan) -> None:
+    """Prove over all ranks that `plan` is complete, consistent and minimal, as ring and as gather.
 
     - Each (branch, KV head, query, visible key) is computed exactly once, on the query's rank.
-    - What a rank sends at a step is what its peer receives there, rows in the same slots.
+    - Messages between two ranks are the same for both, in the same order, and no rank waits for one
+      that waits for it: the programs of all ranks are run to their ends.
     - A message holds each (row, head) that the receiver's queries need once and no other, so the
       bytes moved are the lower bound; a message of nothing is not sent.
-    - Every key a tile reads is the computing rank's own, or in the message of the same step, whose
-      rows the sender owns: so each remote gradient, sent back the same way, reaches its owner.
+    - Every key a tile reads is the computing rank's own, or in the message that it has received
+      last, whose rows the sender owns: so each remote gradient, sent back the same way, reaches its
+      owner, who adds it.
     - Tiles of a group share no query row of a head and no key row; where the plan says that its
       first group covers, that one has every row of every head as query and as key.
     - Each (branch, KV head, query) is given, by its rank, the zero keys of its cell.
 
-    Args:
-        plan: of all ranks.
-        told: called now and then with how many of `proof_steps` are done; None: nobody is told.
-
     Raises:
         PlanError: the first violation found.
     """
-    layout = plan.layout
-    held = [
-        [position for start, stop in ranges for position in range(start, stop)]
-        for ranges in layout.ranges
-    ]
-    computed = _Counted(told)
+    ranks = list(map(plan.rank, range(plan.layout.world_size)))
+    held = [list(chain(*(range(*each) for each in x))) for x in plan.layout.ranges]
+    expected = Counter(_expected(plan))
+    known: dict[tuple[RankPlan, ...], Counter[tuple[int, int, int, int]]] = {}
+    for gathers, backward in product((True, False), repeat=2):
+        computed: Counter[tuple[int, int, int, int]] = Counter()
+        programs = [lower(rank, gathers=gathers, backward=backward) for rank in ranks]
+        for rank, program in zip(ranks, programs, strict=True):
+            rounds = rank.rounds(gathers=gathers)
+            _check_program(program, rounds, backward)
+            if rounds not in known:
+                known[rounds] = _computed(rounds, held)
+            computed += known[rounds]
+        _compare(computed, expected)
+        _run_together(programs)
     zeros: Counter[tuple[int, int, int]] = Counter()
-    for rank in range(layout.world_size):
-        rank_plan = plan.rank(rank)
-        num_rows = len(held[rank]) * plan.num_kv_heads
-        for number, group in enumerate(rank_plan.local_groups):
-            rows = num_rows if rank_plan.covers and number == 0 else None
-            _check_group(group, rows)
-        for tile in rank_plan.local:
-            computed.add(_quadruples(tile, held[rank], dict.fromkeys(tile.heads, held[rank])))
-        zeros.update(_zero_keys(rank_plan.zero_keys, held[rank]))
-        received = 0
-        for step in rank_plan.steps():
-            sender = (rank - step.step) % layout.world_size
-            mirror = plan.rank(sender).step(step.step, step.piece)
-            if step.receive != mirror.send:
-                raise PlanError(
-                    f"step {step.step}: rank {rank} receives {step.receive}, "
-                    f"but rank {sender} sends {mirror.send}"
-                )
-            received += _check_step(plan, step, held, computed)
-        if received != rank_plan.total_received_rows:
-            raise PlanError(f"rank {rank}: {rank_plan.total_received_rows=}, expected {received}")
-    expected = _Counted(told, computed.done)
-    expected.add(_expected(plan))
-    _compare(computed, expected)
+    for rank in ranks:
+        zeros.update(_zero_keys(rank.zero_keys, held[rank.index]))
     _compare_zero_keys(zeros, _expected_zero_keys(plan))
+
+
+def _computed(
+    rounds: Sequence[RankPlan], held: list[list[int]]
+) -> Counter[tuple[int, int, int, int]]:
+    """The quadruples that a rank computes in its rounds, whose tiles and messages are checked."""
+    computed: Counter[tuple[int, int, int, int]] = Counter()
+    for one in rounds:
+        own = held[one.index]
+        for number, group in enumerate(one.local_groups):
+            _check_group(group, one.held_rows if one.covers and number == 0 else None)
+        for tile in one.local:
+            computed.update(_quadruples(tile, own, dict.fromkeys(tile.heads, own)))
+        received = sum(_check_step(step, held, computed) for step in one.steps())
+        if received != one.total_received_rows:
+            raise PlanError(f"rank {one.index}: {one.total_received_rows=}, expected {received}")
+    return computed
+
+
+def _check_program(program: Program, rounds: Sequence[RankPlan], backward: bool) -> None:
+    """That a program does all that the plan of its rank says, each thing once, and in order."""
+    to_compute = Counter(id(x) for one in rounds for x in one.local_groups)
+    to_compute.update(id(x) for one in rounds for step in one.steps() for x in step.groups)
+    to_compute.subtract(id(group) for action in program for group in action.groups)
+    if any(to_compute.values()):
+        raise PlanError(f"a group is not computed once:\n{program}")
+    done: dict[str, list[Step | None]] = {}
+    for action in program:
+        done.setdefault(action.kind, []).append(action.step)
+        if action.kind == "tiles" and action.step is not None:
+            if done.get("wait", [None])[-1] is not action.step:
+                raise PlanError(f"{action} computes what has not arrived last:\n{program}")
+        elif action.kind == "return" and action.step is not done.get("wait", [None])[-1]:
+            raise PlanError(f"{action} returns what has not arrived last:\n{program}")
+    moved = [step for one in rounds for step in one.steps() if step.moves]
+    kinds = ("fetch", "wait", "return", "add") if backward else ("fetch", "wait")
+    if any(list(map(id, done.get(kind, []))) != list(map(id, moved)) for kind in kinds):
+        raise PlanError(f"not every message is started and waited for, in order:\n{program}")
+
+
+def _run_together(programs: Sequence[Program]) -> None:
+    """Run the programs of all ranks: each waits until what it waits for has been sent to it."""
+    sent: dict[tuple[int, int], list[tuple[str, int, object]]] = {}
+    received: Counter[tuple[int, int]] = Counter()
+    awaited: list[dict[str, deque[Callable[[], bool]]]] = [
+        {"wait": deque(), "add": deque()} for _ in programs
+    ]
+
+    def start(rank: int, action: Action) -> None:
+        """Send what it sends, and note when what it receives will be there."""
+        step, is_fetch = action.step, action.kind == "fetch"
+        assert step is not None
+        # Of rows that travel both ends know the runs.
+        outward, inward = (step.send, step.receive) if is_fetch else (step.receive, step.send)
+        if action.sends is not None and outward is not None:
+            given = action.kind, action.sends[1], outward
+            sent.setdefault((rank, action.sends[0]), []).append(given)
+        key, expected = None, None
+        if action.receives is not None and inward is not None:
+            key, expected = (action.receives[0], rank), (action.kind, action.receives[1], inward)
+            received[key] += 1
+        place = received[key] - 1 if key is not None else 0
+
+        def is_there() -> bool:
+            if key is None:
+                return True
+            there = sent.get(key, [])
+            if place < len(there) and there[place] != expected:
+                raise PlanError(f"rank {rank} receives {expected}, but {there[place]} is sent")
+            return place < len(there)
+
+        awaited[rank]["wait" if is_fetch else "add"].append(is_there)
+
+    at, before = [0] * len(programs), None
+    while at != before:
+        before = list(at)
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                action = program[at[rank]]
+                if action.kind in ("fetch", "return"):
+                    start(rank, action)
+                elif action.kind in ("wait", "add"):
+                    if not awaited[rank][action.kind]:
+                        raise PlanError(f"rank {rank} waits for a message before it is started")
+                    if not awaited[rank][action.kind][0]():
+                        break
+                    awaited[rank][action.kind].popleft()
+                at[rank] += 1
+    for rank, program in enumerate(programs):
+        if at[rank] < len(program):
+            raise PlanError(f"rank {rank} waits for ever at {program[at[rank]]}")
+    for (rank, other), messages in sent.items():
+        if len(messages) != received[rank, other]:
+            raise PlanError(f"rank {other} does not receive all that rank {rank} sends it")
 
 
 def check_replicated(plan: AttentionPlan, positions: range) -> None:
@@ -170,10 +231,7 @@ def _compare_zero_keys(
 
 
 def _check_step(
-    plan: AttentionPlan,
-    step: Step,
-    held: list[list[int]],
-    computed: _Counted,
+    step: Step, held: list[list[int]], computed: Counter[tuple[int, int, int, int]]
 ) -> int:
     message = step.receive
     if message is None:
@@ -189,7 +247,7 @@ def _check_step(
             raise PlanError(f"a tile with remote keys is diagonal: {tile}")
         positions = {head: [p for _, p in slots] for head in tile.heads}
         quadruples = list(_quadruples(tile, held[message.receiver], positions))
-        computed.add(quadruples)
+        computed.update(quadruples)
         needed.update((head, key) for _, head, _, key in quadruples)
         for head, row in zip(tile.heads, _expand(tile.keys, len(tile.heads)), strict=True):
             if any(slots[slot][0] != head for slot in row):

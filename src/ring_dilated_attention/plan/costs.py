@@ -1,49 +1,22 @@
 """What a plan costs: bytes exchanged, bytes held, operations; and seconds, by a model.
 
-Seconds (`predict`): a rank computes its own tiles, then those of each step once their rows have
-arrived. In a ring the rows of the next step travel meanwhile, in a gather those of all steps. Other
-ranks are taken to be as fast as this one, and the rates are arguments.
+Seconds (`predict`) are those of a rank's program. Other ranks are taken to be as fast as this one,
+and the rates are arguments.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple
 
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern
-from .attention import AttentionPlan, RankPlan, Step
-from .cache import CachedBranch, CachePlan, plan_cache
-from .rows import Message, TileGroup
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSize:
-    """What turns rows into bytes.
-
-    Attributes:
-        batch: sequences in the batch.
-        head_dim: elements of a row of one head.
-        element_size: bytes of an element of query, key and value (8, 4 or 2).
-    """
-
-    batch: int
-    head_dim: int
-    element_size: int
-
-    @property
-    def accumulate_size(self) -> int:
-        """Bytes of an element of lse: float32, or float64."""
-        return max(self.element_size, 4)
-
-    def key_value_bytes(self, rows: int, element_size: int | None = None) -> int:
-        """Bytes of K and V of `rows` (row, head) pairs."""
-        size = self.element_size if element_size is None else element_size
-        return 2 * self.batch * rows * self.head_dim * size
+from .attention import AttentionPlan, RankPlan
+from .program import lower
+from .rows import TensorSize as TensorSize  # which goes with every function here
+from .rows import TileGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +69,16 @@ class Balance:
         return self.world_size / self.imbalance
 
 
-def returned_bytes(rank: RankPlan, size: TensorSize, rows: int) -> int:
-    """Bytes of the returned gradients of K and V of `rows` (row, head) pairs."""
-    element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
-    return size.key_value_bytes(rows, element_size)
-
-
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
-    sent = size.key_value_bytes(rank.total_sent_rows)
-    received = size.key_value_bytes(rank.total_received_rows)
+    sent, received = rank.total_sent_rows, rank.total_received_rows
+    element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
+    rows, gradients = size.key_value_bytes, partial(size.key_value_bytes, element_size=element_size)
     return Traffic(
-        forward_sent=sent,
-        forward_received=received,
-        backward_sent=sent + returned_bytes(rank, size, rank.total_received_rows),
-        backward_received=received + returned_bytes(rank, size, rank.total_sent_rows),
+        forward_sent=rows(sent),
+        forward_received=rows(received),
+        backward_sent=rows(sent) + gradients(received),
+        backward_received=rows(received) + gradients(sent),
     )
 
 
@@ -137,9 +105,8 @@ def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> 
         rows = rank.total_received_rows
     else:
         by_step = [
-            one.received_rows((rank.index - s) % world_size, piece)
+            one.received_rows((rank.index - s) % world_size)
             for one in rank.rounds(gathers=False)
-            for piece in range(one.plan.pieces)
             for s in range(1, world_size)
         ]
         rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)
@@ -192,24 +159,6 @@ def balance(flops: Sequence[int]) -> Balance:
     )
 
 
-def step_imbalance(plan: AttentionPlan) -> float:
-    """How long a ring takes in which all ranks meet at every step, over the mean of all ranks.
-
-    1.0 is even. Ranks do not meet, but one that computes longer at a step sends its next rows
-    later. Forward, of the heads that are run first: others are like them.
-    """
-    ranks = list(map(plan.rounds[0].rank, range(plan.layout.world_size)))
-    steps = [
-        [sum(tile.pairs for tile in rank.local) for rank in ranks],
-        *(
-            [sum(tile.pairs for tile in step.tiles) for step in together]
-            for together in zip(*(rank.steps() for rank in ranks), strict=True)
-        ),
-    ]
-    total = sum(map(sum, steps))
-    return sum(map(max, steps)) * len(ranks) / total if total else 1.0
-
-
 def _pairs_before(plan: AttentionPlan, position: int) -> int:
     """(query, key) pairs of the queries before `position`, over all KV heads."""
     pairs = 0
@@ -239,18 +188,9 @@ def enumerated(plan: AttentionPlan) -> int:
         for start, stop in pairwise(plan.documents)
         for length, _ in plan.pattern.branches
     )
-    steps = plan.layout.world_size**2 * plan.pieces
-    return _num_quadruples(plan) + plan.layout.length + segments * plan.num_kv_heads + steps
-
-
-def proof_steps(plan: AttentionPlan) -> int:
-    """How many quadruples `check_plan` goes through: the plan's, and the pattern's."""
-    return 2 * _num_quadruples(plan)
-
-
-def _num_quadruples(plan: AttentionPlan) -> int:
     size = TensorSize(batch=1, head_dim=1, element_size=1)
-    return sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
+    pairs = sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
+    return pairs + plan.layout.length + segments * plan.num_kv_heads + plan.layout.world_size**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,8 +257,8 @@ class Prediction:
         exposed: seconds that compute waits for rows: `device` less `compute`.
         host: seconds that the host takes; where that is more than the device needs, it decides.
         steps: steps in which rows are received.
-        inside_bytes: received from ranks of the own host.
-        across_bytes: received from other hosts.
+        inside_bytes: rows received from ranks of the own host.
+        across_bytes: rows received from other hosts.
     """
 
     seconds: float
@@ -333,27 +273,6 @@ class Prediction:
     def device(self) -> float:
         """Seconds that the device takes, waits included."""
         return self.compute + self.exposed
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step with rows and of the compute of own rows."""
-        return self.seconds / (self.steps + 1)
-
-
-class _Section(NamedTuple):
-    """Own tiles, or a step: seconds of compute; bytes that arrive before it, and return after."""
-
-    compute: float
-    inside: int
-    across: int
-    home_inside: int
-    home_across: int
-    is_own: bool
-
-    @property
-    def fetched(self) -> int:
-        """Bytes of rows that it waits for."""
-        return self.inside + self.across
 
 
 def host_of_ranks(hosts: int, ranks_per_host: int) -> tuple[int, ...]:
@@ -370,7 +289,9 @@ def predict(
     hosts: Sequence[int] | None = None,
     gathers: bool | None = None,
 ) -> Prediction:
-    """Predict forward, or backward alone, of one rank.
+    """Predict forward, or backward alone, of one rank: run its program by the clock of the rates.
+
+    Messages that are received on one link come one after the other.
 
     Args:
         rank: which rank of which plan.
@@ -382,109 +303,57 @@ def predict(
         gathers: whether all rows travel at once; None: what the plan decides.
     """
     gathers = rank.plan.gathers if gathers is None else gathers
-    model = _Model(rank, size, rates, backward, hosts)
-    sections = list(model.sections(gathers))
-    fetched = [section for section in sections if section.fetched]
-    if fetched:
-        slower = rates.beside_transfers
-        sections = [s._replace(compute=s.compute * slower) for s in sections]
-    compute = sum(section.compute for section in sections)
-    device = max(model.device_seconds(sections, gathers), compute)
-    empty = sum(not section.fetched for section in sections if not section.is_own)
-    host_step = model.compute_rates.host_step
-    host = rates.host_call + len(fetched) * host_step + empty * rates.host_empty_step
-    return Prediction(
-        seconds=max(device, host),
-        compute=compute,
-        exposed=device - compute,
-        host=host,
-        steps=len(fetched),
-        inside_bytes=sum(section.inside for section in fetched),
-        across_bytes=sum(section.across for section in fetched),
-    )
+    program = lower(rank, gathers=gathers, backward=backward)
+    compute_rates = rates.backward if backward else rates.forward
+    hosts = [0] * rank.world_size if hosts is None else hosts
+    slower = rates.beside_transfers if rank.total_received_rows else 1.0
+    per_pair = 4 * size.batch * size.head_dim * (2.5 if backward else 1) / compute_rates.flops
+    per_pair *= rank.plan.num_heads // rank.plan.num_kv_heads
+    known: dict[int, float] = {}  # by the identity of groups, which plans keep
 
-
-class _Model:
-    """What `predict` is told, and what follows from it."""
-
-    def __init__(
-        self,
-        rank: RankPlan,
-        size: TensorSize,
-        rates: Rates,
-        backward: bool,
-        hosts: Sequence[int] | None,
-    ) -> None:
-        self._rank, self._size, self._rates, self._backward = rank, size, rates, backward
-        self._hosts = [0] * rank.world_size if hosts is None else hosts
-        self.compute_rates = rates.backward if backward else rates.forward
-        plan = rank.plan
-        heads_per_kv = plan.num_heads // plan.num_kv_heads
-        self._per_pair = 4 * size.batch * size.head_dim * heads_per_kv * (2.5 if backward else 1)
-        self._known: dict[int, float] = {}  # by the identity of groups, which plans keep
-
-    def sections(self, gathers: bool) -> Iterator[_Section]:
-        """What the rank does, in order."""
-        for one in self._rank.rounds(gathers=gathers):
-            yield _Section(self._seconds(one.local_groups), 0, 0, 0, 0, is_own=True)
-            for step in one.steps() if self._rank.world_size > 1 else ():
-                yield self._step(step)
-
-    def _step(self, step: Step) -> _Section:
-        inside, across = self._split(step.receive, self._size.key_value_bytes)
-        home = (0, 0)
-        if self._backward:
-            home = self._split(step.receive, self._returned)
-        return _Section(self._seconds(step.groups), inside, across, *home, is_own=False)
-
-    def _returned(self, rows: int) -> int:
-        return returned_bytes(self._rank, self._size, rows)
-
-    def _split(self, message: Message | None, nbytes: Callable[[int], int]) -> tuple[int, int]:
-        """Bytes of a message that travel inside the host, and those that come from outside."""
-        if message is None:
-            return 0, 0
-        total = nbytes(message.rows)
-        if self._hosts[message.sender] == self._hosts[self._rank.index]:
-            return total, 0
-        return 0, total
-
-    def _seconds(self, groups: tuple[TileGroup, ...]) -> float:
-        """How long these groups take to compute."""
-        if id(groups) not in self._known:
-            rates = self.compute_rates
-            seconds = len(groups) * rates.group_seconds
+    def seconds_of(groups: tuple[TileGroup, ...]) -> float:
+        if id(groups) not in known:
+            found = len(groups) * compute_rates.group_seconds
             for tile in (tile for group in groups for tile in group.tiles):
                 keys = (tile.keys.length + 1) / 2 if tile.is_causal else tile.keys.length
-                seconds += tile.pairs * self._per_pair / rates.flops * (1 + rates.half_keys / keys)
-            self._known[id(groups)] = seconds
-        return self._known[id(groups)]
+                found += tile.pairs * per_pair * (1 + compute_rates.half_keys / keys)
+            known[id(groups)] = found * slower
+        return known[id(groups)]
 
-    def _travel(self, inside: int, across: int) -> float:
-        """Seconds until bytes have arrived that travel at once, inside and from outside."""
-        links = ((inside, self._rates.inside), (across, self._rates.across))
-        return max(x.latency + nbytes / x.bytes_per_second if nbytes else 0 for nbytes, x in links)
-
-    def device_seconds(self, sections: Sequence[_Section], gathers: bool) -> float:
-        """Seconds from the start until all is computed, and all gradients are at home."""
-        now = asked = 0.0  # asked: when the rows of the next step could start
-        inside = across = 0
-        returned = (0, 0)
-        for section in sections:
-            if section.fetched and gathers:
-                inside, across = inside + section.inside, across + section.across
-                now = max(now, self._travel(inside, across))
-            elif section.fetched:
-                # Gradients of the step before are on their way together with the next rows.
-                more = section.inside + returned[0], section.across + returned[1]
-                now = asked = max(now, asked + self._travel(*more))
-                returned = section.home_inside, section.home_across
-            now += section.compute
-        if gathers:
-            returned = sum(x.home_inside for x in sections), sum(x.home_across for x in sections)
-        # Half of the own tiles, of one round, is computed while the last gradients return.
-        late = sections[0].compute / 2 if self._backward else 0.0
-        return now + max(0.0, self._travel(*returned) - late)
+    now = compute = 0.0
+    received, free, rows_from = [0, 0], [0.0, 0.0], 0  # of the two links: inside, and across
+    arrivals: dict[str, deque[float]] = {"wait": deque(), "add": deque()}
+    for action in program:
+        if action.kind in ("fetch", "return"):
+            arrival = now
+            if action.receives is not None:
+                across = hosts[action.receives[0]] != hosts[rank.index]
+                link, nbytes = (rates.inside, rates.across)[across], action.nbytes(size)[1]
+                free[across] = max(now, free[across]) + nbytes / link.bytes_per_second
+                arrival = free[across] + link.latency
+                if action.kind == "fetch":
+                    received[across] += nbytes
+                    rows_from += 1
+            arrivals["wait" if action.kind == "fetch" else "add"].append(arrival)
+        elif action.kind in arrivals:
+            # Gradients that are added behind tiles are waited for at the end of these.
+            arrival = arrivals[action.kind].popleft()
+            now = now if action.kind == "add" and action.behind else max(now, arrival)
+        elif action.kind == "tiles":
+            seconds = seconds_of(action.groups)
+            now, compute = now + seconds, compute + seconds
+    empty = rank.world_size - 1 - rows_from
+    host = rates.host_call + rows_from * compute_rates.host_step
+    host += max(empty, 0) * rates.host_empty_step
+    return Prediction(
+        seconds=max(now, host),
+        compute=compute,
+        exposed=now - compute,
+        host=host,
+        steps=rows_from,
+        inside_bytes=received[0],
+        across_bytes=received[1],
+    )
 
 
 def efficiency(plan: AttentionPlan, size: TensorSize, rates: Rates, seconds: float) -> float:
@@ -505,88 +374,3 @@ def efficiency(plan: AttentionPlan, size: TensorSize, rates: Rates, seconds: flo
     one = sum(predict(alone, size, rates, backward=way).seconds for way in (False, True))
     work = sum(flops_by_rank(plan, size)) / plan.layout.world_size
     return work / seconds / (flops(alone, size) / one)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BranchUse:
-    """What a cache has of one branch after a text of some length.
-
-    Attributes:
-        index: of the branch in the pattern.
-        heads: how many KV heads run the branch.
-        kept: rows that a later position can still be shown, of all these heads.
-        steps: over how many of the newest positions `shown` is counted: a segment, if the branch
-            has ended one; else as many as the dilation rate.
-        shown: rows that the queries of these positions are shown, of all these heads; the query's
-            own row is one of them.
-    """
-
-    index: int
-    heads: int
-    kept: int
-    steps: int
-    shown: int
-
-    @property
-    def mean_kept(self) -> float:
-        """Rows that a later position can still be shown, of a head on average."""
-        return self.kept / max(self.heads, 1)
-
-    @property
-    def mean_shown(self) -> float:
-        """Rows that a query of a head is shown, averaged over heads and positions."""
-        return self.shown / (max(self.heads, 1) * self.steps)
-
-
-def plan_any_length(pattern: DilatedPattern, num_kv_heads: int, length: int) -> CachePlan:
-    """A cache whose text goes on beyond `length` positions, and beyond every segment that ends.
-
-    Of a text that ends with the first segment of a branch, no row is ever dropped.
-
-    Args:
-        pattern: which keys each head sees.
-        num_kv_heads: key and value heads, at least one.
-        length: positions so far.
-    """
-    ends = [segment for segment in pattern.segment_lengths if segment is not None]
-    return plan_cache(pattern, num_kv_heads, max([length, *ends]) + 1)
-
-
-def cache_use(pattern: DilatedPattern, num_kv_heads: int, length: int) -> list[BranchUse]:
-    """What each branch keeps after `length` positions, and what a step reads.
-
-    Args:
-        pattern: which keys each head sees.
-        num_kv_heads: key and value heads, at least one.
-        length: positions so far, at least 1.
-    """
-    plan = plan_any_length(pattern, num_kv_heads, length)
-    planned = {branch.index: branch for branch in plan.branches}
-    return [
-        _use(pattern, num_kv_heads, length, index, planned.get(index))
-        for index in range(len(pattern.branches))
-    ]
-
-
-def _use(
-    pattern: DilatedPattern,
-    num_kv_heads: int,
-    length: int,
-    index: int,
-    planned: CachedBranch | None,
-) -> BranchUse:
-    """Of one branch; `planned` None: no head of it sees anything."""
-    segment, rate = pattern.branches[index]
-    has_ended = segment is not None and segment <= length
-    steps = segment if has_ended and segment is not None else min(rate, length)
-    kept = shown = 0
-    for _, offset in planned.heads if planned else ():
-        assert planned
-        before = planned.members_before(offset, length)
-        new = before - planned.members_before(offset, length - steps)
-        kept += len(planned.kept(offset, length))
-        # Of a whole segment the members are shown 1, 2, ... rows. In the first segment, as many
-        # positions as the rate have one member at most, the newest.
-        shown += new * (new + 1) // 2 if has_ended else new * before
-    heads = len(pattern.heads(index, num_kv_heads))
-    return BranchUse(index=index, heads=heads, kept=kept, steps=steps, shown=shown)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from .parts import Part, Span, parts_of, spans
+from .rows import Part, Span, parts_of, spans
 from .tiling import Tiling, tiling_of
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ class PlanSpec:
         num_kv_heads: number of KV heads.
         documents: cumulative lengths ``[0, ..., n]`` of the documents; ``(0, n)`` is one document.
         narrowed_to: the KV heads that the plan is for; None: all of them.
-        pieces: in how many pieces a rank fetches the rows that it needs of another: one, or as
-            many as a rank has ranges.
         whole: the plan of all KV heads that `narrowed` made this one from; None: this plan is for
             all of them.
     """
@@ -54,7 +52,6 @@ class PlanSpec:
     num_kv_heads: int
     documents: tuple[int, ...]
     narrowed_to: range | None = None
-    pieces: int = 1
     whole: Self | None = field(default=None, init=False, compare=False, repr=False)
 
     @cached_property
@@ -86,10 +83,11 @@ class PlanSpec:
 
     @cached_property
     def rounds(self) -> tuple[Self, ...]:
-        """The plan for a few heads at a time, as few as keep a rank busy: what a ring runs.
+        """The plan for a few heads at a time: what a ring runs.
 
-        Its buffers then hold rows of these heads alone; where one head is more than enough, in as
-        many pieces as a rank has ranges.
+        Its buffers then hold rows of these heads alone. They are as few as keep a rank busy, or as
+        many as make a message of K and V an eighth of the query: with grouped queries more heads a
+        round are fewer kernel calls, and still less memory.
         """
         # Of a head, in the branch that has the most of them in a shard.
         rows = max(
@@ -97,12 +95,13 @@ class PlanSpec:
             for length, rate in self.pattern.branches
         )
         pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
-        ranges = max(map(len, self.layout.ranges))
-        one = replace(self, pieces=ranges) if pairs >= ranges * ROUND_PAIRS else self
         total = self.num_kv_heads
-        count = -(-total // min(total, -(-ROUND_PAIRS // pairs)))
+        heads = max(-(-ROUND_PAIRS // pairs), self.num_heads // 16)
+        count = -(-total // min(total, heads))
+        if count == 1:
+            return (self,)
         borders = (total * i // count for i in range(count + 1))
-        return tuple(one.narrowed(range(a, b)) for a, b in pairwise(borders))
+        return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
 
     @cached_property
     def covering(self) -> int | None:

@@ -1,20 +1,38 @@
-"""From links to tiles and messages: rows as evenly spaced local rows, heads batched.
+"""From links and runs to tiles and messages: rows as evenly spaced local rows, heads batched.
 
 `group_tiles` joins tiles of links between different parts where they make one, and puts them into
-few groups.
+few groups. `own_work` splits what a rank computes of its own positions: row by row, or by tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, count
+from itertools import accumulate, chain, groupby
+from itertools import count as count_from
+from operator import xor
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern, HeadOffset
-from .parts import Link, OwnRun, Part
-from .rows import Message, PackedTiles, Rows, Run, Tile, TileGroup, dilated_rows, union_size
+from .rows import (
+    Link,
+    Message,
+    OwnRun,
+    OwnRuns,
+    PackedTiles,
+    Part,
+    Rows,
+    Run,
+    Tile,
+    TileGroup,
+    dilated_rows,
+    join_runs,
+    own_runs,
+    own_segments,
+    union_size,
+)
 
 _MANY = 8
 """Tiles that differ in start and length alone are kept together if there are at least this many."""
@@ -72,6 +90,11 @@ class Tiling:
         of_branches = [dict(own) for own in self.heads]
         heads = range(self.num_kv_heads)
         return tuple(tuple(own.get(head, -1) for head in heads) for own in of_branches)
+
+    @property
+    def has_zero_keys(self) -> bool:
+        """Whether queries see any: not causal ones, since zero keys come last in their cell."""
+        return self.pattern.zero_keys and not self.is_causal
 
     def _rows(self, link: Link, part: Part, offset: int) -> range:
         """The positions of `part` in the link's segment at `offset`."""
@@ -333,7 +356,7 @@ def group_tiles(linked: Iterable[tuple[Link, Sequence[Tile]]]) -> tuple[TileGrou
             continue
         own, other = {link.queries.start for link in links}, {link.keys.start for link in links}
         first = keys[links[0].keys.start] - queries[links[0].queries.start]
-        for place in chain(((first + i) % most for i in range(most)), count(most)):
+        for place in chain(((first + i) % most for i in range(most)), count_from(most)):
             taken = groups.setdefault((links[0].branch, place), (set(), set(), []))
             if taken[0].isdisjoint(own) and taken[1].isdisjoint(other):
                 break
@@ -378,3 +401,206 @@ def _join(a: Tile, b: Tile) -> Tile | None:
 def _goes_on(a: Rows, b: Rows) -> bool:
     """Whether rows `b` go on where rows `a` end."""
     return a._replace(start=a.start + a.length * a.stride, length=b.length) == b
+
+
+class OwnRange(NamedTuple):
+    """Consecutive rows of a part, and the branches that are computed there row by row.
+
+    Positions count from the start of their document.
+
+    Attributes:
+        start: the first position of the part.
+        stop: the position behind its last.
+        shift: position p is local row ``p + shift``.
+        document: positions of the document.
+        low: the first position of the range.
+        high: the position behind its last.
+        branches: bit b says whether branch b is among them.
+    """
+
+    start: int
+    stop: int
+    shift: int
+    document: int
+    low: int
+    high: int
+    branches: int
+
+
+class OwnWork(NamedTuple):
+    """What a rank computes of its own positions: row by row, or branch by branch.
+
+    A branch by itself is tiles, as large as a kernel likes them. Where they are too small for a
+    kernel call each, one launch goes through all rows instead, and for each row through its
+    branches.
+
+    Attributes:
+        ranges: what is computed row by row.
+        groups: what is left, one group of tiles for each branch that has any.
+        crossing: further tiles, whose queries and keys are in different parts.
+        zero_keys: which queries see how many zero keys, but for those of `ranges`, where the
+            kernel counts them; see `zero_key_groups`.
+    """
+
+    ranges: tuple[OwnRange, ...]
+    groups: tuple[TileGroup, ...]
+    crossing: tuple[TileGroup, ...]
+    zero_keys: tuple[TileGroup, ...]
+
+
+def own_work(
+    tiling: Tiling,
+    branches: Sequence[tuple[int, int | None]],
+    parts: Sequence[Part],
+    links: Sequence[Link],
+    group_links: Callable[[tuple[Link, ...]], tuple[TileGroup, ...]],
+    by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
+) -> OwnWork:
+    """Split the work of a rank on its own positions.
+
+    Args:
+        tiling: of the pattern.
+        branches: number and segment length of each (None: no document is longer), in the order in
+            which groups are to come.
+        parts: what the rank holds.
+        links: between two different ones of these parts.
+        group_links: makes the tiles of links.
+        by_rows: of each run of a branch, whether it is computed row by row; None: none is.
+    """
+    groups: list[TileGroup] = []
+    apart: list[Link] = []
+    runs: dict[int | None, OwnRuns] = {}
+    chosen: dict[int, _Chosen] = {}
+    for branch, length in branches:
+        if length not in runs:
+            runs[length] = own_runs(parts, length)
+        left: Sequence[OwnRun] = runs[length]
+        if by_rows is not None:
+            flags = by_rows(branch, runs[length])
+            chosen[branch] = _Chosen(left, flags)
+            left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+        between = [link for link in links if link.branch == branch]
+        if between:
+            left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
+        apart += between
+        own = tiling.own_group(branch, left) if left else None
+        groups.extend([own] if own else [])
+    crossing = group_links(tuple(apart))
+    ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
+    return OwnWork(ranges, tuple(groups), crossing, zero_key_groups(tiling, parts, chosen))
+
+
+def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[OwnRange]:
+    """Parts, cut where the branches that are computed row by row change."""
+    changes: dict[int, int] = {}  # which branches change at a local row
+    for branch, each in chosen.items():
+        for border in each.borders:
+            changes[border] = changes.get(border, 0) ^ 1 << branch
+    borders = sorted(changes)
+    first = sum(1 << branch for branch, each in chosen.items() if each.first)
+    kinds = [*accumulate(map(changes.__getitem__, borders), xor, initial=first)]
+    for begin, end, _, local, document_start, document_stop in parts:
+        start, stop = begin - document_start, end - document_start
+        shift, document = local - start, document_stop - document_start
+        low, number = start, bisect_right(borders, local)
+        for border in borders[number : bisect_left(borders, stop + shift)]:
+            if kinds[number]:
+                yield OwnRange(start, stop, shift, document, low, border - shift, kinds[number])
+            low, number = border - shift, number + 1
+        if kinds[number]:
+            yield OwnRange(start, stop, shift, document, low, stop, kinds[number])
+
+
+class _Chosen:
+    """Which local rows are computed row by row.
+
+    Args:
+        runs: of rows, one behind the other.
+        flags: of each run, whether its rows are.
+
+    Attributes:
+        first: whether the first run is.
+        any: whether some run is.
+        borders: rows at which that changes.
+    """
+
+    def __init__(self, runs: Sequence[OwnRun], flags: Sequence[bool]) -> None:
+        self.first, self.any = bool(flags) and flags[0], any(flags)
+        self.borders: list[int] = []
+        if self.any and not all(flags):
+            self.borders = [
+                run.local
+                for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
+                if flag is not last
+            ]
+
+    def has(self, row: int) -> bool:
+        """Whether a row is."""
+        return self.first ^ bool(bisect_right(self.borders, row) % 2)
+
+
+def zero_key_groups(
+    tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, _Chosen] | None = None
+) -> tuple[TileGroup, ...]:
+    """The queries of `parts` that see zero keys, and how many.
+
+    A cell has ceil(w / r) rows, w being the segment length clamped to its document. Those that the
+    document does not hold have key and value 0: a score of 0 in the softmax, and nothing else. They
+    are the same for every query of the cell, so they need no rows, no rank holds them and none
+    travels. Every such query sees its own key too, so its lse is finite without them. Causal
+    queries see none: zero keys come last in their cell.
+
+    Args:
+        tiling: of the pattern.
+        parts: positions that a rank holds in consecutive local rows.
+        chosen: by branch, rows that are left out; None: none are.
+
+    Returns:
+        One group per branch that has any. The queries of a tile are local rows; its keys are rows
+        of nothing, and their `length` is how many zero keys each of the queries sees.
+    """
+    if not tiling.has_zero_keys:
+        return ()
+    groups = (
+        tuple(
+            tile
+            for part in parts
+            for tile in _zero_key_tiles(
+                tiling, branch, part, None if chosen is None else chosen.get(branch)
+            )
+        )
+        for branch in range(len(tiling.heads))
+    )
+    return tuple(TileGroup(tiles) for tiles in groups if tiles)
+
+
+def _zero_key_tiles(
+    tiling: Tiling, branch: int, part: Part, left_out: _Chosen | None
+) -> Iterator[Tile]:
+    length, rate = tiling.pattern.branches[branch]
+    w = part.segment_length(length)
+    full = -(-w // rate)
+    offsets = dict(tiling.heads[branch])
+    for start, stop, count in own_segments(part, length):
+        size, first_row = stop - start, part.local_row(max(start, part.start))
+        if full * rate == size or (left_out is not None and left_out.has(first_row)):
+            continue  # as all full segments of a length that the rate divides
+        if part.start <= start and stop <= part.stop:
+            for tile in tiling.run_tiles(branch, OwnRun(size, 0, first_row, count)):
+                if zeros := full - tile.queries.length:
+                    yield tile._replace(keys=Rows(0, zeros, 0, 0))
+            continue
+        missing = {head: full - len(range(own, size, rate)) for head, own in offsets.items()}
+        for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
+            # Heads of a tile have as many rows in the part, but not always in the segment.
+            first = 0
+            for zeros, alike in groupby([missing[head] for head in tile.heads]):
+                heads = len(list(alike))
+                if zeros:
+                    rows = tile.queries
+                    yield tile._replace(
+                        heads=tile.heads[first : first + heads],
+                        queries=rows._replace(start=rows.start + first * rows.head_stride),
+                        keys=Rows(0, zeros, 0, 0),
+                    )
+                first += heads

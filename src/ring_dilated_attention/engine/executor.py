@@ -1,0 +1,374 @@
+"""Run the program of a rank on tensors: dilated attention of its shard, forward and backward.
+
+`plan.lower` says what is done and in which order; a method here does each kind of action.
+
+Shape legend: B batch, n local rows, H query heads, K KV heads, D head_dim, R rows of a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..exchange import Exchange, Pending
+from ..plan import Action, Message, RankPlan, TileGroup, lower
+from ..tiles import Selection, accumulate_dtype
+from . import compute, transfer
+from .accumulate import Accumulator, kernels_on, sum_dtype
+from .blocks import by_slot, readable, readable_in_backward
+from .compute import Gradients, Inputs, Merged, OwnSchedule, Result, merge_zero_keys
+from .parts import TileCall
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """Everything but the tensors of one call on one rank.
+
+    Attributes:
+        plan: what the rank does.
+        exchange: its end of the group.
+        backend: what computes tiles.
+        scale: factor on the scores.
+        gathers: whether all messages are in flight behind the running compute, or one.
+        workspace: the most that slices allocate; see `dilated_attention`.
+        detached: whether backward takes the weights of branches for constants.
+    """
+
+    plan: RankPlan
+    exchange: Exchange
+    backend: Selection
+    scale: float
+    gathers: bool
+    workspace: float | None = None
+    detached: bool = False
+
+    def tiles(self, query: torch.Tensor) -> TileCall:
+        """What tiles need to know of the call."""
+        plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
+        heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
+        # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
+        # call of each takes the CPU longer than it saves the GPU.
+        if len(plan.documents) <= 2:
+            flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
+        return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)
+
+
+def ring_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out (B, n, H, D), contiguous, and lse (B, H, n) of this rank: see the operator's docstring.
+
+    Args:
+        query: (B, n, H, D).
+        key: (B, n, K, D).
+        value: (B, n, K, D).
+        call: everything else.
+    """
+    run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
+    run.all()
+    return run.out.to(query.dtype), run.lse
+
+
+def ring_backward(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of this rank's query, key and value, contiguous: see the operator's docstring.
+
+    Args:
+        dout: (B, n, H, D).
+        query: (B, n, H, D).
+        key: (B, n, K, D).
+        value: (B, n, K, D).
+        out: (B, n, H, D), as `ring_forward` returned it.
+        lse: (B, H, n), as `ring_forward` returned it.
+        call: everything else.
+    """
+    if call.detached and not call.plan.is_alone:
+        return _branch_by_branch(dout, query, key, value, lse, call)
+    dtypes = query.dtype, key.dtype, value.dtype
+    dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
+    run = Backward(call, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
+    run.all()
+    dquery, dkey, dvalue = (x.to(dtype) for x, dtype in zip(run.totals[:3], dtypes, strict=True))
+    return dquery, dkey, dvalue
+
+
+def _branch_by_branch(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ring_backward` where a branch's own out takes the place of the merged one.
+
+    ``delta = rowsum(dout * out)`` is all that tells the two apart. The branch's out is worked out
+    again: to keep it would take as many tensors as there are branches.
+    """
+    total: tuple[torch.Tensor, ...] = ()
+    for plan in call.plan.single_branches:
+        branch = replace(call, plan=plan, detached=False)
+        out, _ = ring_forward(query, key, value, branch)
+        found = ring_backward(dout, query, key, value, out, lse, branch)
+        total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found
+    dquery, dkey, dvalue = total
+    return dquery, dkey, dvalue
+
+
+class _InFlight(NamedTuple):
+    """A message on its way.
+
+    Attributes:
+        pending: the transfer.
+        sent: what is sent, which lives until it has been waited for; None: nothing is.
+        into: where something is received, (2, B, R, D); None: nothing is.
+    """
+
+    pending: Pending
+    sent: torch.Tensor | None
+    into: torch.Tensor | None
+
+
+class Run:
+    """A program that is run on tensors: what both directions have in common.
+
+    Args:
+        call: everything but the tensors.
+        inputs: this rank's query, key and value.
+        backward: the direction.
+    """
+
+    def __init__(self, call: RingCall, inputs: Inputs, *, backward: bool) -> None:
+        self.call, self.inputs = call, inputs
+        known = call.plan.programs.get((call.gathers, backward))
+        self.program = known or lower(call.plan, gathers=call.gathers, backward=backward)
+        self.rounds = call.plan.rounds(gathers=call.gathers)
+        self.covers = all(one.covers for one in self.rounds)
+        self.additions = max(one.mean_additions for one in self.rounds)
+        self.tile_call, head_dim = call.tiles(inputs.query), inputs.query.shape[3]
+        self.own = {x: compute.own_schedule(x, self.tile_call, head_dim) for x in self.rounds}
+        stopwatch = getattr(call.exchange, "stopwatch", None)
+        self.sums = Accumulator(inputs.query.device, stopwatch)
+        self._fetching: deque[_InFlight] = deque()
+        self._packed: torch.Tensor | None = None  # which the next message sends, too
+        self._arrived: torch.Tensor | None = None  # (2, B, R, D)
+
+    def all(self) -> None:
+        """Run the program."""
+        with kernels_on(self.inputs.query.device), self.sums:
+            for action in self.program:
+                getattr(self, f"do_{action.kind}")(action)
+            self.sums.finish()
+            self.sums.join()
+
+    def do_fetch(self, action: Action) -> None:
+        """Send rows to one rank, and receive rows of another."""
+        assert action.step is not None
+        _, key, value = self.inputs
+        send, packed = action.step.send, None
+        if send is not None:
+            packed = transfer.pack(key, value, send) if self._packed is None else self._packed
+            self._packed = packed if action.keeps else None
+        self._fetching.append(self.start(action, packed, key.dtype))
+
+    def start(self, action: Action, rows: torch.Tensor | None, dtype: torch.dtype) -> _InFlight:
+        """Start the transfer of an action: send `rows`, and receive others of `dtype`."""
+        send = receive = into = None
+        if action.sends is not None and rows is not None:
+            send = action.sends[0], rows
+        if action.receives is not None:
+            source, count = action.receives
+            key = self.inputs.keys
+            into = key.new_empty(2, key.shape[0], count, key.shape[3], dtype=dtype)
+            receive = source, into
+        return _InFlight(self.call.exchange.start(send, receive), rows, into)
+
+    def do_wait(self, action: Action) -> None:
+        """Wait for the rows of a step."""
+        pending, _, self._arrived = self._fetching.popleft()
+        pending.wait()
+
+    def do_tiles(self, action: Action) -> None:
+        """Compute own rows, or those that have arrived."""
+        if action.step is None:
+            self.compute_own(action)
+        elif self._arrived is not None and action.step.receive is not None:
+            slots, self._arrived = transfer.spread(self._arrived, action.step.receive), None
+            self.compute_slots(action, slots)
+
+    def compute_own(self, action: Action) -> None:
+        """Tiles of the rank's own rows, or some of them."""
+        raise NotImplementedError
+
+    def compute_slots(self, action: Action, slots: torch.Tensor) -> None:
+        """Tiles whose keys have arrived; lets go of these."""
+        raise NotImplementedError
+
+
+class Forward(Run):
+    """Forward of one rank.
+
+    Attributes:
+        out: (B, n, H, D), perhaps in a wider dtype than the query.
+        lse: (B, H, n).
+    """
+
+    def __init__(self, call: RingCall, inputs: Inputs) -> None:
+        super().__init__(call, inputs, backward=False)
+        query = inputs.query
+        batch, length, heads, _ = query.shape
+        create = torch.empty if self.covers else torch.zeros
+        dtype = sum_dtype(query, self.additions)
+        self.out = create(query.shape, dtype=dtype, device=query.device)
+        dtype = accumulate_dtype(query.dtype)
+        self.lse = torch.empty(batch, heads, length, dtype=dtype, device=query.device)
+        if not self.covers:
+            self.lse.fill_(-torch.inf)
+
+    def compute_own(self, action: Action) -> None:
+        """What covers is written over what is there, all else is merged."""
+        own, result = self.own[action.rank], Result(self.out, self.lse)
+        self._compute(own.covering, self.inputs, result._replace(stores=True))
+        for launch in own.launches:
+            add_all = partial(compute.forward_own, launch, self.tile_call, self.inputs, result)
+            self.sums.run(add_all, *self.inputs, into=result[:2], holds=False)
+        self._compute(own.others, self.inputs, result)
+
+    def compute_slots(self, action: Action, slots: torch.Tensor) -> None:
+        """See `Run.compute_slots`."""
+        inputs = Inputs(self.inputs.query, *map(by_slot, slots))
+        self._compute(action.groups, inputs, Result(self.out, self.lse))
+        self.sums.join(slots)  # a ring frees its buffers before the next are made
+
+    def _compute(self, groups: Sequence[TileGroup], inputs: Inputs, result: Result) -> None:
+        for group in groups:
+            compute.forward(group, self.tile_call, inputs, result, self.sums)
+
+    def do_zero(self, action: Action) -> None:
+        """Merge zero keys, but for those that launches have counted."""
+        self.sums.join()
+        zero_keys, heads_per_kv = self.own[action.rank].zero_keys, self.tile_call.heads_per_kv
+        merge_zero_keys(zero_keys, self.out, self.lse.transpose(1, 2), heads_per_kv)
+
+
+class Backward(Run):
+    """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
+
+    Args:
+        call: everything but the tensors.
+        inputs: this rank's query, key and value.
+        merged: what forward found, and the gradient of its out.
+
+    Attributes:
+        totals: gradients of query, key and value, perhaps in wider dtypes.
+    """
+
+    def __init__(self, call: RingCall, inputs: Inputs, merged: Merged) -> None:
+        super().__init__(call, inputs, backward=True)
+        self._merged, query = merged, inputs.query
+        create = torch.empty if self.covers else torch.zeros
+        heads_per_kv = self.tile_call.heads_per_kv
+        dquery, dkey, dvalue = (
+            create(x.shape, dtype=sum_dtype(query, self.additions * count), device=x.device)
+            for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
+        )
+        self.totals = Gradients(dquery, dkey, dvalue)
+        wide = call.plan.plan.returns_wide
+        self._returned_dtype = accumulate_dtype(query.dtype) if wide else query.dtype
+        self._dslots: torch.Tensor | None = None
+        self._returning: deque[_InFlight] = deque()
+
+    def compute_own(self, action: Action) -> None:
+        """All groups; or first what covers, launches, or else a group, and the rest later."""
+        own = self.own[action.rank]
+        early = len(own.others)
+        if action.part != "all":
+            early = 0 if own.covering or own.launches else 1
+        if action.part != "rest":
+            first = self.totals._replace(stores_query=True, stores_keys=True)
+            self._compute(own.covering, own, first)
+            given, merged = (self.tile_call, self.inputs, self._merged, self.totals), self._merged
+            reads = *self.inputs, merged.dout, merged.out, merged.lse
+            for launch in own.launches:
+                add_all = partial(compute.backward_own, launch, *given, detached=self.call.detached)
+                self.sums.run(add_all, *reads, into=self.totals[:3], holds=False)
+        some = own.others[early:] if action.part == "rest" else own.others[:early]
+        self._compute(some, own, self.totals)
+
+    def _compute(self, groups: Sequence[TileGroup], own: OwnSchedule, gradients: Gradients) -> None:
+        for group in groups:
+            merged = self._merged_of(group, own) if self.call.detached else self._merged
+            compute.backward(group, self.tile_call, self.inputs, merged, gradients, self.sums)
+
+    def _merged_of(self, group: TileGroup, own: OwnSchedule) -> Merged:
+        """What backward of a group starts from where branch weights are constants.
+
+        Delta is of the branch's own out, which is computed again; all else is of the merged one.
+        """
+        out, lse = torch.empty_like(self._merged.out), torch.empty_like(self._merged.lse)
+        result = Result(out, lse, stores=True)
+        compute.forward(group, self.tile_call, self.inputs, result, self.sums)
+        self.sums.join()
+        zero_keys = [each for each in own.zero_keys if each.branch == group.branch]
+        merge_zero_keys(zero_keys, out, lse.transpose(1, 2), self.tile_call.heads_per_kv)
+        return replace(self._merged, out=out)
+
+    def compute_slots(self, action: Action, slots: torch.Tensor) -> None:
+        """Add gradients of the query, and make those of the slots, which `return` sends."""
+        assert action.step is not None
+        query, storing = self.inputs.query, action.step.storing
+        create = torch.empty if storing else torch.zeros
+        dslots = create(slots.shape, dtype=self._returned_dtype, device=query.device)
+        keys, values, dkeys, dvalues = map(by_slot, (*slots, *dslots))
+        inputs = Inputs(query, keys, values)
+        for number, group in enumerate(action.groups):
+            gradients = Gradients(self.totals.query, dkeys, dvalues, stores_keys=number < storing)
+            compute.backward(group, self.tile_call, inputs, self._merged, gradients, self.sums)
+        self.sums.join(dslots)
+        self._dslots = dslots
+
+    def do_return(self, action: Action) -> None:
+        """Send gradients of the rows that have arrived to their owner, and receive those of own."""
+        assert action.step is not None
+        self.sums.finish()  # a ring frees its buffers before the next are made
+        gradients, arrived = None, action.step.receive
+        if arrived is not None and self._dslots is not None:
+            gradients = transfer.sum_slots(self._dslots, arrived)
+            self._dslots = None
+        self._returning.append(self.start(action, gradients, self._returned_dtype))
+
+    def do_add(self, action: Action) -> None:
+        """Add gradients of own rows that another rank has returned."""
+        assert action.step is not None
+        (pending, sent, returned), (_, dkey, dvalue) = self._returning.popleft(), self.totals[:3]
+        add_all = partial(_add_returned, pending, returned, action.step.send, dkey, dvalue)
+        if action.behind:
+            held = [x for x in (sent, returned) if x is not None]
+            self.sums.start(add_all, *held, into=(dkey, dvalue))
+        else:
+            self.sums.join()
+            add_all()
+
+
+def _add_returned(
+    pending: Pending,
+    returned: torch.Tensor | None,
+    message: Message | None,
+    dkey: torch.Tensor,
+    dvalue: torch.Tensor,
+) -> None:
+    pending.wait()
+    if returned is not None and message is not None:
+        transfer.add_returned(dkey, dvalue, returned, message)

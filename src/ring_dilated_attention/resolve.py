@@ -1,7 +1,7 @@
 """What a call's options stand for: looked up once for every kind of call, and kept.
 
-An operator takes no Python objects, so a call is written down as `Options`; `resolve` turns them
-into plans and back ends, and into the words in which ranks compare their calls.
+An operator takes no Python objects, so a call is written down as `FlatOptions`; `resolve` turns
+them into plans and back ends, and into the words in which ranks compare their calls.
 """
 
 from __future__ import annotations
@@ -9,40 +9,44 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from .caches import INT_BYTES, cache_by_size
 from .documents import SHOWN, in_words, packed_rows
-from .exchange import Exchange, Shared
+from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
+from .options import AttentionOptions
 from .pattern import DilatedPattern, HeadBranches, HeadOffsets
 from .plan import AttentionPlan, RankPlan, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
 
-class Options(NamedTuple):
+class FlatOptions(NamedTuple):
     """A call of `dilated_attention` without its tensors, in types that an operator takes.
 
+    The first five fields and the last are those of the pattern; others that are not explained are
+    those of `AttentionOptions`.
+
     Attributes:
-        segment_lengths: of the pattern; 0 is the whole document.
-        dilation_rates: of the pattern.
-        head_offsets: of the pattern.
-        head_branches: of the pattern.
-        zero_keys: of the pattern.
-        is_causal: see `dilated_attention`.
-        scale: see `dilated_attention`.
+        segment_lengths: 0 is the whole document.
+        dilation_rates: one a branch.
+        head_offsets: see `DilatedPattern`.
+        head_branches: see `DilatedPattern`.
+        zero_keys: see `DilatedPattern`.
+        is_causal: whether a query sees only keys at positions <= its own.
+        scale: factor on the scores; None: ``head_dim ** -0.5``.
         layout: `SequenceLayout.flat`; empty is contiguous equal shards.
-        group: what `group_name` calls the group.
-        exchange: see `dilated_attention`.
-        backend: see `dilated_attention`.
-        workspace: see `dilated_attention`.
+        group: the name by which `exchange_named` finds it.
+        exchange: how rows travel.
+        backend: kernels that compute the tiles.
+        workspace: bound on the temporary memory of kernels.
         needs_gradients: whether autograd records this call.
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each batch row; empty: all positions of all rows.
         detached: whether backward takes the weights of branches for constants.
-        head_slice: of the pattern; empty: the call has all heads.
+        head_slice: empty: the call has all heads.
     """
 
     segment_lengths: Sequence[int]
@@ -62,6 +66,61 @@ class Options(NamedTuple):
     lengths: Sequence[int] = ()
     detached: bool = False
     head_slice: Sequence[int] = ()
+
+    def pattern(self) -> DilatedPattern:
+        """The pattern of the call."""
+        lengths, rates, heads = map(tuple, (self[0], self[1], self.head_slice))
+        return _pattern_of(lengths, rates, *self[2:5], heads)
+
+    def layout_of(self, local_length: int, world_size: int) -> SequenceLayout:
+        """The layout of a call with so many local positions, on so many ranks."""
+        if self.layout:
+            return _layout_of(tuple(self.layout))
+        return SequenceLayout.contiguous(local_length * world_size, world_size)
+
+
+def flat_options(
+    pattern: DilatedPattern,
+    options: AttentionOptions,
+    num_kv_heads: int,
+    *,
+    documents: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    needs_gradients: bool,
+) -> FlatOptions:
+    """Write down a call.
+
+    Args:
+        pattern: which keys each head sees.
+        options: of the call.
+        num_kv_heads: heads of its key.
+        documents: cumulative lengths; None: one document, or they are in a tensor.
+        lengths: valid positions of each batch row; None: all, or they are in a tensor.
+        needs_gradients: whether autograd records the call.
+
+    Raises:
+        TypeError, ValueError: the group or the head slice is not allowed.
+    """
+    scale, workspace = options.scale, options.workspace
+    return FlatOptions(
+        [length or 0 for length in pattern.segment_lengths],
+        pattern.dilation_rates,
+        pattern.head_offsets,
+        pattern.head_branches,
+        pattern.zero_keys,
+        options.is_causal,
+        None if scale is None else float(scale) + 0.0,  # -0.0 is equal to 0.0
+        () if options.layout is None else options.layout.flat,
+        group_name(options.group),
+        options.exchange,
+        options.backend,
+        None if workspace is None else float(workspace),
+        needs_gradients,
+        documents or (),
+        lengths or (),
+        options.branch_gradients == "detached" and pattern.mixes_branches,
+        pattern.slice_for(options.head_slice, num_kv_heads) or (),
+    )
 
 
 class PlannedRows(NamedTuple):
@@ -94,7 +153,9 @@ class Resolved(NamedTuple):
     planned: tuple[PlannedRows, ...]
 
 
-def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exchange) -> Resolved:
+def resolve(
+    options: FlatOptions, query: torch.Tensor, key: torch.Tensor, ends: Exchange
+) -> Resolved:
     """Look up what the options stand for.
 
     Args:
@@ -119,7 +180,7 @@ def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exch
 
 
 def plan_rows(
-    options: Options, shape: Sequence[int], num_kv_heads: int, world_size: int
+    options: FlatOptions, shape: Sequence[int], num_kv_heads: int, world_size: int
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
@@ -133,13 +194,13 @@ def plan_rows(
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
-    pattern, layout = _pattern(options), _layout(options, length, world_size)
+    pattern, layout = options.pattern(), options.layout_of(length, world_size)
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
         plan = _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
         yield rows, plan
 
 
-def check_integers(options: Options, shape: Sequence[int], ends: Exchange) -> None:
+def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:
     """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed.
 
     Args:
@@ -148,7 +209,7 @@ def check_integers(options: Options, shape: Sequence[int], ends: Exchange) -> No
         ends: this rank's end of the group.
     """
     _check_layout(options, shape, ends.rank, ends.world_size, "query")
-    total = _layout(options, shape[1], ends.world_size).length
+    total = options.layout_of(shape[1], ends.world_size).length
     packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
 
 
@@ -159,7 +220,7 @@ def forget_plans() -> None:
 
 
 def shared_words(
-    options: Options,
+    options: FlatOptions,
     query: torch.Tensor,
     key: torch.Tensor,
     ends: Exchange,
@@ -187,7 +248,7 @@ def shared_words(
 
 
 def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = Options(*arguments[7:])
+    options = FlatOptions(*arguments[7:])
     numbers = len(options.layout) + len(options.documents) + len(options.lengths)
     plans = sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
     return INT_BYTES * numbers + plans
@@ -204,7 +265,7 @@ def _resolve(
     _: bool,  # of `wants_same_bits`, on which the back end depends
     *values: Any,
 ) -> Resolved:
-    options = Options(*values)
+    options = FlatOptions(*values)
     backend = _check(options, shape, dtype, device, rank, world_size)
     planned, shared = [], None
     for rows, plan in plan_rows(options, shape, num_kv_heads, world_size):
@@ -223,7 +284,7 @@ def _resolve(
 
 
 def _check(
-    options: Options,
+    options: FlatOptions,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -237,11 +298,11 @@ def _check(
 
 
 def _check_layout(
-    options: Options, shape: Sequence[int], rank: int, world_size: int, holder: str
+    options: FlatOptions, shape: Sequence[int], rank: int, world_size: int, holder: str
 ) -> None:
     if options.layout:
         held = f"its {holder} has a local sequence length of {shape[1]}"
-        _layout_of(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
+        options.layout_of(shape[1], world_size).check_shard(rank, world_size, shape[1], held)
 
 
 def _in_words(
@@ -249,10 +310,10 @@ def _in_words(
     num_kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
-    options: Options,
+    options: FlatOptions,
 ) -> dict[str, Any]:
     batch, length, num_heads, head_dim = shape
-    layout = _layout_of(tuple(options.layout)) if options.layout else None
+    layout = options.layout_of(length, 0) if options.layout else None
     return {
         "batch": batch,
         "heads": num_heads,
@@ -260,7 +321,7 @@ def _in_words(
         "head_dim": head_dim,
         "dtype": str(dtype),
         "device": device.type,
-        "pattern": str(_pattern(options)),
+        "pattern": str(options.pattern()),
         "layout": f"{layout!r} ({layout.digest[:8]})"
         if layout
         else f"None (a shard of {length} positions)",
@@ -309,23 +370,12 @@ def _plan(
     )
 
 
-def _pattern(options: Options) -> DilatedPattern:
-    return _pattern_of(
-        tuple(options.segment_lengths),
-        tuple(options.dilation_rates),
-        options.head_offsets,
-        options.head_branches,
-        options.zero_keys,
-        tuple(options.head_slice),
-    )
-
-
 @lru_cache(maxsize=64)
 def _pattern_of(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
-    head_offsets: str,
-    head_branches: str,
+    head_offsets: HeadOffsets,
+    head_branches: HeadBranches,
     zero_keys: bool,
     head_slice: tuple[int, ...],
 ) -> DilatedPattern:
@@ -333,17 +383,11 @@ def _pattern_of(
     return DilatedPattern(
         [length or None for length in segment_lengths],
         dilation_rates,
-        head_offsets=cast("HeadOffsets", head_offsets),
-        head_branches=cast("HeadBranches", head_branches),
+        head_offsets=head_offsets,
+        head_branches=head_branches,
         zero_keys=zero_keys,
         head_slice=head_slice or None,
     )
-
-
-def _layout(options: Options, length: int, world_size: int) -> SequenceLayout:
-    if options.layout:
-        return _layout_of(tuple(options.layout))
-    return SequenceLayout.contiguous(length * world_size, world_size)
 
 
 def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:

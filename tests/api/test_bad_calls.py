@@ -72,7 +72,7 @@ def call(group=None, **changes):
         ({"scale": "big"}, TypeError, "scale must be a float or None, got 'big'"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
         ({"workspace": "much"}, TypeError, "workspace must be a float or None, got 'much'"),
-        ({"workspace": 0}, ValueError, "workspace must be > 0 and finite, got 0"),
+        ({"workspace": 0}, ValueError, "workspace must be > 0 and finite; got 0"),
         ({"layout": "zigzag"}, TypeError, "SequenceLayout.zigzag(length, ranks) makes one"),
         ({"layout": SequenceLayout.contiguous(6, 2)}, ValueError, "the group has 1: pass"),
         (

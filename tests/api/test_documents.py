@@ -39,7 +39,7 @@ from ring_dilated_attention.nn import (
 )
 from ring_dilated_attention.plan import TileGroup, check_plan
 from ring_dilated_attention.torch_op import padding
-from ring_dilated_attention.torch_op.masks import KnownLengths
+from ring_dilated_attention.torch_op.agreed import KnownLengths
 
 PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])

@@ -15,8 +15,8 @@ ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
     "caches", "units", "pattern", "named_patterns", "layout", "documents", "plan",
-    "limits", "draw", "kernels", "tiles", "exchange", "parallel", "engine", "resolve", "torch_op",
-    "functional", "decode", "nn",
+    "limits", "draw", "kernels", "tiles", "exchange", "options", "parallel", "engine", "resolve",
+    "torch_op", "functional", "decode", "nn",
     "integrations", "checks", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""

@@ -24,7 +24,7 @@ from ring_dilated_attention.exchange import (
     refuse_capture,
     run_loopback,
 )
-from ring_dilated_attention.resolve import Options
+from ring_dilated_attention.resolve import FlatOptions
 from ring_dilated_attention.torch_op import BACKWARD, FORWARD, LENGTHS, operator
 
 pytestmark = [  # the compiler's own
@@ -81,7 +81,7 @@ def assert_equal(actual, expected):
     ("options", "kv_heads", "dtype"),
     [
         (
-            Options(
+            FlatOptions(
                 [0], [1], "interleaved", "all", False, False, None, [], "", "auto", "auto", None,
                 True,
             ),
@@ -89,7 +89,7 @@ def assert_equal(actual, expected):
             32,
         ),
         (
-            Options(
+            FlatOptions(
                 [6, 0], [2, 3], "blocked", "all", True, False, 0.3, [], "", "ring", "auto", 0.1,
                 True,
             ),
@@ -97,7 +97,7 @@ def assert_equal(actual, expected):
             64,
         ),
         (
-            Options(
+            FlatOptions(
                 [5, 9], [7, 1], "interleaved", "split", False, True, None, [2, 9, 21, 0, 9], "",
                 "auto", "eager", None, True,
             ),
@@ -416,7 +416,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
         with pytest.raises(RuntimeError, match=f"LongNet {refused}"):
             agree("LongNet", ends, {}, None, cuda)
         agree("LongNet", ends, {}, None, torch.device("cpu"))
-        options = Options(
+        options = FlatOptions(
             [0], [1], "strided", "all", False, False, None, [], group_name(ends), "auto", "auto",
             None, True,
         )  # fmt: skip

@@ -9,18 +9,22 @@ failure on the way to attention, and `telling_ranks` calls what may fail.
 mask stands for, and `check_padding_mask` refuses what is none.
 `gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
-needs; `in_forward_mode` says whether tensors may have tangents.
+needs.
 """
 
-from .agreed import AGREED, LENGTHS, agreed, lengths_of_call, padding, tell_ranks, telling_ranks
-from .derivatives import (
-    apply_function,
-    in_forward_mode,
-    once_differentiable,
-    refuse_tangents,
+from .agreed import (
+    AGREED,
+    LENGTHS,
+    agreed,
+    check_padding_mask,
+    lengths_of_call,
+    lengths_of_mask,
+    padding,
+    tell_ranks,
+    telling_ranks,
 )
+from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .gelu_norm import GELU_NORM, gelu_norm
-from .masks import check_padding_mask, lengths_of_mask
 from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
 
 __all__ = [
@@ -33,7 +37,6 @@ __all__ = [
     "apply_function",
     "check_padding_mask",
     "gelu_norm",
-    "in_forward_mode",
     "lengths_of_call",
     "lengths_of_mask",
     "once_differentiable",

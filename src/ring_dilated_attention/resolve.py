@@ -26,22 +26,12 @@ from .tiles import Selection, select_backend, wants_same_bits
 class FlatOptions(NamedTuple):
     """A call of `dilated_attention` without its tensors, in types that an operator takes.
 
-    The first five fields and the last are those of the pattern; others that are not explained are
-    those of `AttentionOptions`.
+    Fields are those of `DilatedPattern` and `AttentionOptions`, but for these:
 
     Attributes:
         segment_lengths: 0 is the whole document.
-        dilation_rates: one a branch.
-        head_offsets: see `DilatedPattern`.
-        head_branches: see `DilatedPattern`.
-        zero_keys: see `DilatedPattern`.
-        is_causal: whether a query sees only keys at positions <= its own.
-        scale: factor on the scores; None: ``head_dim ** -0.5``.
         layout: `SequenceLayout.flat`; empty is contiguous equal shards.
         group: the name by which `exchange_named` finds it.
-        exchange: how rows travel.
-        backend: kernels that compute the tiles.
-        workspace: bound on the temporary memory of kernels.
         needs_gradients: whether autograd records this call.
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each batch row; empty: all positions of all rows.
@@ -124,33 +114,29 @@ def flat_options(
 
 
 class PlannedRows(NamedTuple):
-    """Rows of a batch that are computed together, because they are equally long.
+    """Rows of a batch that are computed together, because they are equally long."""
 
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        plan: what this rank does.
-        gathers: whether all messages are in flight at once.
-    """
-
-    rows: slice
+    rows: slice  # evenly spaced: indexing with it gives a view
     plan: RankPlan
-    gathers: bool
+    gathers: bool  # whether all messages are in flight at once
 
 
 class Resolved(NamedTuple):
-    """What a call is, for all calls of its kind.
+    """What a call is, for all calls of its kind."""
 
-    Attributes:
-        shared: what must be equal on all ranks; None where there is one rank.
-        backend: what computes the tiles.
-        scale: factor on the scores.
-        planned: all rows of the batch, in the same order on every rank.
-    """
-
-    shared: Shared | None
+    shared: Shared | None  # what must be equal on all ranks; None where there is one rank
     backend: Selection
     scale: float
-    planned: tuple[PlannedRows, ...]
+    planned: tuple[PlannedRows, ...]  # all rows of the batch, in the same order on every rank
+
+
+class _Kind(NamedTuple):
+    """The tensors of a call, but for their numbers."""
+
+    shape: tuple[int, ...]  # (batch, local_sequence, heads, head_dim)
+    num_kv_heads: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def resolve(
@@ -170,12 +156,39 @@ def resolve(
     return _resolve(
         ends.rank,
         ends.world_size,
-        query.shape,
-        key.shape[2],
-        query.dtype,
-        query.device,
+        _Kind(query.shape, key.shape[2], query.dtype, query.device),
+        FlatOptions(*[tuple(x) if type(x) is list else x for x in options]),
         wants_same_bits(),
-        *[tuple(x) if type(x) is list else x for x in options],
+    )
+
+
+def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
+    options = arguments[3]
+    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
+    return INT_BYTES * numbers + sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
+
+
+@cache_by_size(64 << 20, _nbytes_of_call)
+def _resolve(
+    rank: int,
+    world_size: int,
+    kind: _Kind,
+    options: FlatOptions,
+    _: bool,  # of `wants_same_bits`, on which the back end depends
+) -> Resolved:
+    _check_layout(options, kind.shape[1], rank, world_size)
+    backend = select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])
+    planned = []
+    for rows, plan in plan_rows(options, kind.shape, kind.num_kv_heads, world_size):
+        gathers = options.exchange == "gather"
+        if options.exchange == "auto" and world_size > 1:
+            gathers = plan.gathers
+        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
+    return Resolved(
+        Shared.of(_in_words(kind, options)) if world_size > 1 else None,
+        backend,
+        kind.shape[3] ** -0.5 if options.scale is None else options.scale,
+        tuple(planned),
     )
 
 
@@ -196,8 +209,7 @@ def plan_rows(
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
-        plan = _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
-        yield rows, plan
+        yield rows, _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
 
 
 def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:
@@ -208,15 +220,17 @@ def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -
         shape: of its query.
         ends: this rank's end of the group.
     """
-    _check_layout(options, shape, ends.rank, ends.world_size, "query")
+    _check_layout(options, shape[1], ends.rank, ends.world_size)
     total = options.layout_of(shape[1], ends.world_size).length
     packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
 
 
-def forget_plans() -> None:
-    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
-    for kept in (_resolve, _plan, packed_rows):
-        kept.forget()
+def _check_layout(
+    options: FlatOptions, length: int, rank: int, world_size: int, holder: str = "query"
+) -> None:
+    if options.layout:
+        held = f"its {holder} has a local sequence length of {length}"
+        options.layout_of(length, world_size).check_shard(rank, world_size, length, held)
 
 
 def shared_words(
@@ -241,90 +255,27 @@ def shared_words(
     Raises:
         ValueError: the layout or the back end do not fit the call.
     """
-    shape = (*key.shape[:2], *query.shape[2:])
-    _check(options, shape, query.dtype, query.device, ends.rank, ends.world_size, holder)
-    in_words = _in_words(shape, key.shape[2], query.dtype, query.device, options)
-    return Shared.of({**in_words, **words})
+    kind = _Kind((*key.shape[:2], *query.shape[2:]), key.shape[2], query.dtype, query.device)
+    _check_layout(options, key.shape[1], ends.rank, ends.world_size, holder)
+    select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])  # or raise
+    return Shared.of({**_in_words(kind, options), **words})
 
 
-def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = FlatOptions(*arguments[7:])
-    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
-    plans = sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
-    return INT_BYTES * numbers + plans
-
-
-@cache_by_size(64 << 20, _nbytes_of_call)
-def _resolve(
-    rank: int,
-    world_size: int,
-    shape: tuple[int, int, int, int],
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    _: bool,  # of `wants_same_bits`, on which the back end depends
-    *values: Any,
-) -> Resolved:
-    options = FlatOptions(*values)
-    backend = _check(options, shape, dtype, device, rank, world_size)
-    planned, shared = [], None
-    for rows, plan in plan_rows(options, shape, num_kv_heads, world_size):
-        gathers = options.exchange == "gather"
-        if options.exchange == "auto" and world_size > 1:
-            gathers = plan.gathers
-        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
-    if world_size > 1:
-        shared = Shared.of(_in_words(shape, num_kv_heads, dtype, device, options))
-    return Resolved(
-        shared,
-        backend,
-        shape[3] ** -0.5 if options.scale is None else options.scale,
-        tuple(planned),
-    )
-
-
-def _check(
-    options: FlatOptions,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-    holder: str = "query",
-) -> Selection:
-    """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
-    _check_layout(options, shape, rank, world_size, holder)
-    return select_backend(options.backend, device, dtype, shape[3])
-
-
-def _check_layout(
-    options: FlatOptions, shape: Sequence[int], rank: int, world_size: int, holder: str
-) -> None:
+def _in_words(kind: _Kind, options: FlatOptions) -> dict[str, Any]:
+    batch, length, num_heads, head_dim = kind.shape
+    layout = f"None (a shard of {length} positions)"
     if options.layout:
-        held = f"its {holder} has a local sequence length of {shape[1]}"
-        options.layout_of(shape[1], world_size).check_shard(rank, world_size, shape[1], held)
-
-
-def _in_words(
-    shape: tuple[int, ...],
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: FlatOptions,
-) -> dict[str, Any]:
-    batch, length, num_heads, head_dim = shape
-    layout = options.layout_of(length, 0) if options.layout else None
+        given = options.layout_of(length, 0)
+        layout = f"{given!r} ({given.digest[:8]})"
     return {
         "batch": batch,
         "heads": num_heads,
-        "kv_heads": num_kv_heads,
+        "kv_heads": kind.num_kv_heads,
         "head_dim": head_dim,
-        "dtype": str(dtype),
-        "device": device.type,
+        "dtype": str(kind.dtype),
+        "device": kind.device.type,
         "pattern": str(options.pattern()),
-        "layout": f"{layout!r} ({layout.digest[:8]})"
-        if layout
-        else f"None (a shard of {length} positions)",
+        "layout": layout,
         "documents": _digest(options.documents),
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,
@@ -397,3 +348,9 @@ def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int
 @cache_by_size(4 << 20, _nbytes_of_layout)
 def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
+
+
+def forget_plans() -> None:
+    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
+    for kept in (_resolve, _plan, packed_rows):
+        kept.forget()

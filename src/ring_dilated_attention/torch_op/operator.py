@@ -29,7 +29,7 @@ from ..exchange import (
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
 from ..plan import costs
-from ..resolve import FlatOptions, PlannedRows, Resolved, check_integers, plan_rows, resolve
+from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve
 from ..tiles import accumulate_dtype
 from .agreed import KNOWN_LENGTHS, refuse_in_graphs
 from .derivatives import below_autograd, define, implement, once_differentiable
@@ -217,25 +217,32 @@ def _forward(
         settle(scope, ends, query.device, shared, failure, later=True)
         assert resolved is not None
         identity = _identity(named.group, query, scope.call.number)
-        if len(resolved.planned) == 1:
-            call = _ring_call(named, ends, resolved, resolved.planned[0])
-            out, lse = ring_forward(query, key, value, call)
-        else:
-            out, lse, _ = _fake_forward(query, key, value, *options)
-            for some in resolved.planned:
-                rows, call = some.rows, _ring_call(named, ends, resolved, some)
-                out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
+        out, lse = _by_rows(ring_forward, (query, key, value), named, ends, resolved)
         ends.calls.before_rows()  # where none has moved, ranks agree now
         return out, lse, identity
 
 
-def _ring_call(
-    options: FlatOptions, ends: Exchange, resolved: Resolved, some: PlannedRows
-) -> RingCall:
-    _, plan, gathers = some
-    return RingCall(
-        plan, ends, resolved.backend, resolved.scale, gathers, options.workspace, options.detached
-    )
+def _by_rows(
+    ring: Callable[..., Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    options: FlatOptions,
+    ends: Exchange,
+    resolved: Resolved,
+) -> Sequence[torch.Tensor]:
+    """Compute the rows of a batch: those that are equally long together, the others in turn."""
+    whole: list[torch.Tensor] = []
+    for rows, plan, gathers in resolved.planned:
+        call = RingCall(
+            plan, ends, resolved.backend, resolved.scale, gathers,
+            options.workspace, options.detached,
+        )  # fmt: skip
+        if len(resolved.planned) == 1:
+            return ring(*tensors, call)
+        found = ring(*[x[rows] for x in tensors], call)
+        whole = whole or [x.new_empty((len(tensors[0]), *x.shape[1:])) for x in found]
+        for result, part in zip(whole, found, strict=True):
+            result[rows] = part
+    return whole
 
 
 def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
@@ -266,15 +273,8 @@ def _backward(
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
         settle(scope, ends, query.device, later=True)
         resolved = resolve(named, query, key, ends)
-        if len(resolved.planned) == 1:
-            call = _ring_call(named, ends, resolved, resolved.planned[0])
-            return ring_backward(dout, query, key, value, out, lse, call)
-        dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
-        for some in resolved.planned:
-            rows, call = some.rows, _ring_call(named, ends, resolved, some)
-            dquery[rows], dkey[rows], dvalue[rows] = ring_backward(
-                dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
-            )
+        tensors = dout, query, key, value, out, lse
+        dquery, dkey, dvalue = _by_rows(ring_backward, tensors, named, ends, resolved)
         return dquery, dkey, dvalue
 
 

@@ -29,7 +29,6 @@ from .torch_op import (
     FORWARD,
     LENGTHS,
     check_padding_mask,
-    lengths_of_call,
     tell_ranks,
     validate_tensors,
 )
@@ -180,11 +179,10 @@ def dilated_attention(
     except Exception as failure:
         tell_ranks(failure, group, query)
         raise
-    if key_padding_mask is not None and torch.compiler.is_compiling():
+    if key_padding_mask is not None:
         traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
-    elif key_padding_mask is not None:
-        found = lengths_of_call(key_padding_mask, query, key, flat, given.layout)
-        flat = flat._replace(lengths=found)
+        if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
+            flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
     out, lse, _ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
 

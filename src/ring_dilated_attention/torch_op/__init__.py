@@ -5,8 +5,8 @@ importing this room registers them.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
-`LENGTHS`, an operator too, `lengths_of_call`, `lengths_of_mask` and `padding` tell what a padding
-mask stands for, and `check_padding_mask` refuses what is none.
+`LENGTHS`, an operator too, `lengths_of_mask` and `padding` tell the lengths that a padding mask
+stands for, and `check_padding_mask` refuses what is none.
 `gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
 needs.
@@ -17,7 +17,6 @@ from .agreed import (
     LENGTHS,
     agreed,
     check_padding_mask,
-    lengths_of_call,
     lengths_of_mask,
     padding,
     tell_ranks,
@@ -37,7 +36,6 @@ __all__ = [
     "apply_function",
     "check_padding_mask",
     "gelu_norm",
-    "lengths_of_call",
     "lengths_of_mask",
     "once_differentiable",
     "padding",

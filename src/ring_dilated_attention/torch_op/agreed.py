@@ -22,7 +22,6 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
-from ..resolve import FlatOptions, shared_words
 from .derivatives import define, implement
 
 _Library: Any = torch.library.Library  # its methods have no annotations
@@ -287,36 +286,6 @@ KNOWN_LENGTHS = KnownLengths()
 """Of all masks of this process."""
 
 
-def lengths_of_call(
-    mask: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    options: FlatOptions,
-    layout: SequenceLayout | None,
-) -> list[int]:
-    """The lengths that a mask stands for, in a call that is not compiled.
-
-    Args:
-        mask: boolean (batch, local_sequence), True where a position is padding.
-        query: of the call.
-        key: of the call.
-        options: of the call, without lengths.
-        layout: of the call.
-
-    Returns:
-        Of each row of the batch, the same on every rank.
-
-    Raises:
-        ValueError: the mask is no right padding, or see `resolve`; on every rank.
-    """
-    ends = exchange_named(options.group)
-    refuse_in_graphs("key_padding_mask", "pass lengths")
-    refuse_capture("dilated_attention", ends, query.device)
-    with ends.calls.enter("dilated_attention", "forward") as scope:
-        _agree_but_on_lengths(scope, ends, query, key, options)
-        return lengths_of_mask(mask, ends, layout, scope)
-
-
 def padding(
     caller: object,
     mask: torch.Tensor | None,
@@ -365,15 +334,3 @@ def refuse_in_graphs(what: str, instead: str) -> None:
             f"{what} cannot be captured in a CUDA graph: every replay would use the numbers of the "
             f"capture; {instead}, and capture one graph for each of them"
         )
-
-
-def _agree_but_on_lengths(
-    scope: Scope, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: FlatOptions
-) -> None:
-    """Agree on a call whose lengths are in masks, which are about to travel."""
-    shared, failure = None, None
-    try:
-        shared = shared_words(options, query, key, ends, words={"lengths": "from key_padding_mask"})
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    settle(scope, ends, query.device, shared, failure)

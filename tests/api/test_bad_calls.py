@@ -30,7 +30,7 @@ from ring_dilated_attention.nn import hilbert_order, inverse_order
 from ring_dilated_attention.options import OptionFields
 
 SHAPE = 2, 6, 4, 8
-PATTERN = DilatedPattern([4], [2])
+PATTERN = DilatedPattern([4, None], [2, 1])
 MASK = torch.zeros(2, 6, dtype=torch.bool)
 ORDER = torch.tensor([0, 2, 1])
 THREE = SequenceLayout.contiguous(6, 3)
@@ -322,7 +322,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "layout is None (a shard of 6 positions) on ranks 0, 2": {"shape": (2, 5, 4, 8)},
     "heads is 4 on ranks 0, 2, 2 on rank 1": {"shape": (2, 6, 2, 8)},
     "head_dim is 8 on ranks 0, 2, 16 on rank 1": {"shape": (2, 6, 4, 16)},
-    "pattern is (4, 2) on ranks 0, 2, (4, 3) on rank 1": {"pattern": DilatedPattern([4], [3])},
+    "pattern is (4, 2) (document, 1) on ranks 0, 2, (4, 3) on rank 1": {
+        "pattern": DilatedPattern([4], [3])
+    },
+    "branch_gradients is exact on ranks 0, 2, detached on rank 1": {"branch_gradients": "detached"},
     "is_causal is False on ranks 0, 2, True on rank 1": {"is_causal": True},
     "scale is None on ranks 0, 2, 0.5 on rank 1": {"scale": 0.5},
     "exchange is auto on ranks 0, 2, ring on rank 1": {"exchange": "ring"},

@@ -442,18 +442,3 @@ def test_inductor_on_cuda(mode):
 for _test in (test_cuda_graph, test_inductor_on_cuda):
     for _mark in GPU_MARKS:
         _mark(_test)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_the_implementation_is_never_traced():
-    """Where torch.compile leaves the frame of the call alone, it would trace what is below."""
-    seen: list[str] = []
-
-    def backend(graph, _):
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    alone = torch._dynamo.disable(dilated_attention, recursive=False)
-    x = torch.randn(1, 20, 2, 8, requires_grad=True)
-    torch.compile(lambda x: alone(x, x, x, PATTERN) + 1, backend=backend)(x).sum().backward()
-    assert len(seen) == 1, seen

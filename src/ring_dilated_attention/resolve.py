@@ -157,7 +157,7 @@ def resolve(
         ends.rank,
         ends.world_size,
         _Kind(query.shape, key.shape[2], query.dtype, query.device),
-        FlatOptions(*[tuple(x) if type(x) is list else x for x in options]),
+        FlatOptions._make(tuple(x) if type(x) is list else x for x in options),
         wants_same_bits(),
     )
 

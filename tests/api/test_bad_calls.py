@@ -1,7 +1,7 @@
 """Every bad call is one clear line, on every rank, and nothing hangs."""
 
 # Arguments of wrong types are what is tested.
-# mypy: disable-error-code="arg-type, call-overload, list-item, misc, type-var"
+# mypy: disable-error-code="arg-type, call-arg, call-overload, list-item, misc, type-var"
 
 import dataclasses
 import typing
@@ -287,6 +287,12 @@ def test_options_are_one_object_or_its_fields():
     assert torch.equal(other, dilated_attention(*tensors, PATTERN, scale=0.3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.scale = 1.0
+    layer = nn.DilatedAttention(PATTERN, options)
+    layer.is_causal = False
+    assert not layer.is_causal
+    assert torch.equal(layer(*tensors), other)
+    with pytest.raises(ValueError, match="exchange must be one of"):
+        layer.exchange = "mail"
 
     def rank(ends):
         by_mesh = AttentionOptions(mesh=ends, scale=0.3)

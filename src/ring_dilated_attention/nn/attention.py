@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -326,7 +327,8 @@ class DilatedAttention(nn.Module):
     Args:
         pattern: which keys each head sees.
         options: see `AttentionOptions`; None: its defaults.
-        fields: fields of `AttentionOptions` by name, in place of those of `options`.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`. They are
+            attributes, too, which can be set: ``layer.layout = layout``.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`, or an option has the wrong type.
@@ -343,6 +345,16 @@ class DilatedAttention(nn.Module):
         check_options(pattern=pattern)
         self.pattern = pattern
         self.options = read_options("DilatedAttention", options, fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OptionFields.__annotations__:
+            return getattr(self.options, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OptionFields.__annotations__:
+            name, value = "options", replace(self.options, **{name: value})
+        super().__setattr__(name, value)
 
     def forward(
         self,

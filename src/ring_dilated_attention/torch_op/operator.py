@@ -330,7 +330,7 @@ def _forward_flops(
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions(*(tuple(x) if isinstance(x, (list, tuple)) else x for x in options))
+    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in options)
     shape = tuple(map(int, query))
     ends = exchange_named(flat.group)
     flops = 0

@@ -9,20 +9,20 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (900, 6),
-    "checks": (2_073, 7),
+    "checks": (2_075, 7),
     "cli": (1_145, 9),
-    "decode": (2_095, 8),
+    "decode": (2_083, 8),
     "draw": (700, 5),
     "engine": (3_308, 10),
     "exchange": (4_531, 19),
     "integrations": (4_532, 14),
     "kernels": (3_954, 11),
-    "nn": (3_863, 16),
+    "nn": (3_818, 16),
     "parallel": (1_100, 4),
     "plan": (3_510, 12),
-    "the root": (2_304, 10),
+    "the root": (2_416, 11),
     "tiles": (1_039, 6),
-    "torch_op": (1_217, 7),
+    "torch_op": (1_037, 5),
 }
 MOST_TESTS = 28_000
 SLACK = 0.02

@@ -60,7 +60,7 @@ def test_dilated_attention_is_the_function_with_its_options(is_causal: bool) -> 
 
 
 def test_dilated_attention_needs_a_pattern() -> None:
-    with pytest.raises(TypeError, match="pattern must be a DilatedPattern, as in .* got type list"):
+    with pytest.raises(TypeError, match=r"must be a DilatedPattern, as in .* got type list"):
         DilatedAttention([8])  # type: ignore[arg-type]
 
 

@@ -174,7 +174,7 @@ def _check_number(name: str, value: Any, low: float, most: float, allowed: str) 
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or None, got {in_brief(value)}")
     if not low <= value <= most:  # nor is NaN
-        raise ValueError(f"{name} must be {allowed}; got {in_brief(value)}")
+        raise ValueError(f"{name} must be {allowed}, got {in_brief(value)}")
 
 
 def _check_heads(name: str, value: Any) -> None:

@@ -112,7 +112,7 @@ WRONG_VALUES: dict[str, dict[str, Any]] = {
     "must be >= 1": {"shape": (1, 6, 0, 8)},
     "the sequence is empty": {"shape": (1, 0, 4, 8)},
     "scale must be finite": {"scale": float("nan")},
-    "workspace must be > 0 and finite; got 0": {"workspace": 0},
+    "workspace must be > 0 and finite, got 0": {"workspace": 0},
     "the group has 1: pass": {"layout": SequenceLayout.contiguous(6, 2)},
     "layout.shard(tensor, rank, dim)": {"layout": SequenceLayout.contiguous(7, 1)},
     "exchange must be one of 'auto', 'ring', 'gather'": {"exchange": "mail"},

@@ -9,22 +9,22 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (877, 4),
-    "checks": (1_734, 6),
+    "checks": (1_736, 6),
     "cli": (1_133, 6),
-    "decode": (1_743, 6),
+    "decode": (1_731, 6),
     "draw": (682, 4),
     "engine": (2_367, 8),
     "exchange": (1_912, 8),
     "integrations": (4_532, 14),
     "kernels": (3_400, 10),
-    "nn": (3_602, 14),
+    "nn": (3_557, 14),
     "parallel": (1_095, 4),
     "plan": (3_157, 9),
-    "the root": (2_086, 9),
+    "the root": (2_198, 10),
     "tiles": (1_000, 6),
-    "torch_op": (1_203, 7),
+    "torch_op": (1_026, 5),
 }
-MOST_TESTS = 23_700
+MOST_TESTS = 23_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

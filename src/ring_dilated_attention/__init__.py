@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from .functional import detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
+    from .options import AttentionOptions
     from .parallel import check_same_batch, labels_per_rank, shard, unshard
     from .pattern import DilatedPattern, HeadSlice
     from .plan import AttentionPlan, plan_attention
 
 
 __all__ = [
+    "AttentionOptions",
     "AttentionPlan",
     "Case",
     "DilatedKVCache",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _FROM = {
+    "AttentionOptions": "options",
     "AttentionPlan": "plan",
     "Case": "checks",
     "DilatedKVCache": "decode",

@@ -6,35 +6,35 @@ what is cached, looked up or shared with other ranks happens when the operator r
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args, overload
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
-from .exchange import Group, group_name, one_group
-from .layout import SequenceLayout
+from .exchange import Group, group_name
+from .options import (
+    AttentionOptions,
+    OptionFields,
+    check_options,
+    group_of_options,
+    read_options,
+)
 from .parallel import Placed, group_of_dtensors, is_dtensor
-from .pattern import DilatedPattern, check_choice, in_brief
-from .resolve import Options
-from .tiles import BACKENDS, Backend
+from .pattern import DilatedPattern
+from .resolve import flat_options
 from .torch_op import (
     FORWARD,
     LENGTHS,
     check_padding_mask,
-    lengths_of_call,
     tell_ranks,
     validate_tensors,
 )
 
-Schedule: TypeAlias = Literal["auto", "ring", "gather"]
-BranchGradients: TypeAlias = Literal["exact", "detached"]
-BRANCH_GRADIENTS: tuple[str, ...] = get_args(BranchGradients)
-EXCHANGES: tuple[str, ...] = get_args(Schedule)
-MOST_SCALE = 2.0**64
-"""Scores of ordinary inputs times this are finite in float32; beyond, they would turn into NaN."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 
 @overload
@@ -43,21 +43,13 @@ def dilated_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: DilatedPattern,
+    options: AttentionOptions | None = None,
     *,
-    is_causal: bool = False,
-    scale: float | None = None,
     documents: Integers | None = None,
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    exchange: Schedule = "auto",
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    branch_gradients: BranchGradients = "exact",
-    head_slice: Sequence[int] | None = None,
     return_lse: Literal[False] = False,
+    **fields: Unpack[OptionFields],
 ) -> torch.Tensor: ...
 
 
@@ -67,21 +59,13 @@ def dilated_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: DilatedPattern,
+    options: AttentionOptions | None = None,
     *,
-    is_causal: bool = False,
-    scale: float | None = None,
     documents: Integers | None = None,
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    exchange: Schedule = "auto",
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    branch_gradients: BranchGradients = "exact",
-    head_slice: Sequence[int] | None = None,
     return_lse: Literal[True],
+    **fields: Unpack[OptionFields],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -90,21 +74,13 @@ def dilated_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: DilatedPattern,
+    options: AttentionOptions | None = None,
     *,
-    is_causal: bool = False,
-    scale: float | None = None,
     documents: Integers | None = None,
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    exchange: Schedule = "auto",
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    branch_gradients: BranchGradients = "exact",
-    head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
+    **fields: Unpack[OptionFields],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact dilated attention of a sequence sharded over the ranks of a group.
 
@@ -126,8 +102,8 @@ def dilated_attention(
             divides heads, and KV head j serves the query heads from j * heads / kv_heads on.
         value: the shape, dtype and device of `key`.
         pattern: which keys each head sees.
-        is_causal: whether a query sees only keys at positions <= its own.
-        scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
+        options: group, layout, causality and the others, see `AttentionOptions`; None: its
+            defaults, on one process.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
             positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
@@ -147,27 +123,10 @@ def dilated_attention(
             opposite of a mask of valid positions). It must be a right padding of the whole
             sequence; anything else is refused. It makes the call wait for the device and costs two
             small collectives, which `lengths` saves.
-        group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
-            or None if this process holds the whole sequence.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        layout: which rank holds which positions; None: contiguous equal shards.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        workspace: bound on the temporary memory of kernels, in multiples of the size of query (a
-            single head of a single segment may need more). None: about a quarter in forward and a
-            half in backward, or 64 MiB or what 131,072 rows take if that is more.
-        branch_gradients: ``"exact"`` is the gradient of the whole function; ``"detached"`` takes
-            the weights that mix the branches, ``exp(lse of the branch - lse)``, for constants, as
-            torchscale does: weights trained with it have seen that gradient. Forward is the same;
-            backward computes each branch's own result again.
-        head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
-            a layer with total of them, and have their offsets and branches; for tensor parallelism.
-            The ranks of a group hold the same heads. None: the call has all heads.
-        return_lse: whether to return the lse too.
+        return_lse: whether to return the lse too. Default False.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`: `is_causal`,
+            `scale`, `group`, `mesh`, `layout`, `exchange`, `backend`, `workspace`,
+            `branch_gradients`, `head_slice`.
 
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`
@@ -185,88 +144,95 @@ def dilated_attention(
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
     """
-    group = one_group(group, mesh)
+    name = "dilated_attention"
+    group = group_of_options(name, options, fields)
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
-        options_of_call = {
-            "is_causal": is_causal, "scale": scale, "documents": documents, "lengths": lengths,
-            "key_padding_mask": key_padding_mask, "group": group, "layout": layout,
-            "exchange": exchange, "backend": backend, "workspace": workspace,
-            "branch_gradients": branch_gradients, "return_lse": return_lse,
-            "head_slice": head_slice,
-        }  # fmt: skip
-        return _of_dtensors(query, key, value, pattern, options_of_call)
-    name = group_name(group)
+        return _of_dtensors(
+            (query, key, value), pattern, group, options, fields,
+            documents=documents, lengths=lengths, key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+        )  # fmt: skip
+    group_name(group)  # raises where there is nobody to tell
     query, key, value = autocast_inputs(query, key, value)
     try:
-        validate_options(pattern, is_causal, scale, layout, exchange, backend, return_lse)
-        validate_workspace(workspace)
-        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
+        check_options(pattern=pattern, return_lse=return_lse)
+        given = read_options(name, options, fields)
         validate_tensors(query, key, value)
-        if layout is None and query.shape[1] == 0:
+        if given.layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
-        needs_gradients = torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        )
-        (known, borders), (counted, measured) = (
-            ints_or_tensor("documents", documents),
-            ints_or_tensor("lengths", lengths),
-        )
-        options = Options(
-            *flat_pattern(pattern),
-            is_causal,
-            flat_scale(scale),
-            [] if layout is None else list(layout.flat),
-            name,
-            exchange,
-            backend,
-            None if workspace is None else float(workspace),
-            needs_gradients,
-            documents=known or [],
-            lengths=counted or [],
-            detached=branch_gradients == "detached" and pattern.mixes_branches,
-            head_slice=list(pattern.slice_for(head_slice, key.shape[2]) or ()),
+        # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
+        known_documents, traced_documents = ints_or_tensor("documents", documents)
+        known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
+        flat = flat_options(
+            pattern,
+            given,
+            key.shape[2],
+            documents=known_documents,
+            lengths=known_lengths,
+            needs_gradients=torch.is_grad_enabled()
+            and (query.requires_grad or key.requires_grad or value.requires_grad),
         )
         if key_padding_mask is not None:
-            _validate_mask(key_padding_mask, query, lengths)
+            if lengths is not None:
+                raise ValueError("pass lengths or key_padding_mask, not both")
+            check_padding_mask(key_padding_mask, query.shape[0], query.shape[1], query.device)
     except Exception as failure:
         tell_ranks(failure, group, query)
         raise
-    if key_padding_mask is not None and torch.compiler.is_compiling():
-        measured = LENGTHS(key_padding_mask, options.layout, name)
-    elif key_padding_mask is not None:
-        found = lengths_of_call(key_padding_mask, query, key, options, layout)
-        options = options._replace(lengths=found)
-    out, lse, _ = FORWARD(query, key, value, measured, borders, *options)
+    if key_padding_mask is not None:
+        traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
+        if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
+            flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
+    out, lse, _ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
 
 
 def _of_dtensors(
-    query: Any, key: Any, value: Any, pattern: DilatedPattern, options: dict[str, Any]
+    tensors: Sequence[Any],
+    pattern: DilatedPattern,
+    group: Group,
+    options: AttentionOptions | None,
+    fields: Mapping[str, Any],
+    *,
+    documents: Integers | None,
+    lengths: Integers | None,
+    key_padding_mask: torch.Tensor | None,
+    return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`dilated_attention` of DTensors: that of this rank's shards."""
-    group, placed = options["group"], None
+    query, key, value = tensors
+    known, placed = group, None
     try:
-        placed = Placed.of(query, key, value, group, options["layout"])
-        local = {
-            **options,
-            "group": placed.group,
-            "layout": placed.layout,
-            "lengths": placed.rows_of("lengths", options["lengths"]),
-            "key_padding_mask": placed.local_mask(options["key_padding_mask"]),
-            "head_slice": placed.head_slice(options["head_slice"], key),
-            "return_lse": True,
-        }
+        given = read_options("dilated_attention", options, fields)
+        placed = Placed.of(query, key, value, group, given.layout)
+        known = placed.group
+        given = replace(
+            given,
+            group=placed.group,
+            layout=placed.layout,
+            head_slice=placed.head_slice(given.head_slice, key),
+        )
+        lengths = placed.rows_of("lengths", lengths)
+        key_padding_mask = placed.local_mask(key_padding_mask)
     except Exception as failure:
-        known = group if placed is None else placed.group
         if placed is None and known is None:
             known = group_of_dtensors(query, key, value)
         if known is not None:
             tell_ranks(failure, known, query)
         raise
-    shards = query.to_local(), key.to_local(), value.to_local()
-    out, lse = dilated_attention(*shards, pattern, **local)
+    out, lse = dilated_attention(
+        query.to_local(),
+        key.to_local(),
+        value.to_local(),
+        pattern,
+        given,
+        documents=documents,
+        lengths=lengths,
+        key_padding_mask=key_padding_mask,
+        return_lse=True,
+    )
     whole = placed.out(out)
-    return (whole, placed.lse(lse)) if options["return_lse"] else whole
+    return (whole, placed.lse(lse)) if return_lse else whole
 
 
 def detached_dilated_attention(
@@ -274,7 +240,8 @@ def detached_dilated_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: DilatedPattern,
-    **options: Any,
+    options: AttentionOptions | None = None,
+    **others: Any,
 ) -> Any:
     """`dilated_attention` with ``branch_gradients="detached"``: torchscale's gradient.
 
@@ -283,7 +250,8 @@ def detached_dilated_attention(
         key: (batch, local_sequence, kv_heads, head_dim).
         value: the same shape as `key`.
         pattern: which keys each head sees.
-        options: the other keyword arguments of `dilated_attention`.
+        options: see `dilated_attention`.
+        others: the other keyword arguments of `dilated_attention`.
 
     Returns:
         What `dilated_attention` returns.
@@ -292,23 +260,8 @@ def detached_dilated_attention(
         TypeError, ValueError: an argument is not supported, or the ranks disagree about one;
             raised on every rank, naming the ranks at fault.
     """
-    return dilated_attention(query, key, value, pattern, branch_gradients="detached", **options)
-
-
-def flat_pattern(pattern: DilatedPattern) -> tuple[list[int], list[int], str, str, bool]:
-    """The first fields of `Options`."""
-    return (
-        [0 if length is None else length for length in pattern.segment_lengths],
-        list(pattern.dilation_rates),
-        pattern.head_offsets,
-        pattern.head_branches,
-        pattern.zero_keys,
-    )
-
-
-def flat_scale(scale: float | None) -> float | None:
-    """The scale of `Options`: not -0.0, which is equal to 0.0."""
-    return None if scale is None else float(scale) + 0.0
+    detached: dict[str, Any] = {**others, "branch_gradients": "detached"}
+    return dilated_attention(query, key, value, pattern, options, **detached)
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -320,55 +273,3 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
-
-
-def validate_options(
-    pattern: DilatedPattern,
-    is_causal: bool,
-    scale: float | None,
-    layout: SequenceLayout | None,
-    exchange: str,
-    backend: str,
-    return_lse: bool,
-) -> None:
-    """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows these options."""
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(
-            "pattern must be a DilatedPattern, as in DilatedPattern([2048, None], [1, 4]), got "
-            f"{in_brief(pattern)}"
-        )
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {in_brief(is_causal)}")
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse must be a bool, got {in_brief(return_lse)}")
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(
-            "layout must be a SequenceLayout or None, got "
-            f"{in_brief(layout)}; SequenceLayout.zigzag(length, ranks) makes one"
-        )
-    if scale is not None:
-        # Tuples, not unions: torch.compile of torch 2.8 does not know those.
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"scale must be a float or None, got {in_brief(scale)}")
-        if not -MOST_SCALE <= scale <= MOST_SCALE:
-            raise ValueError(
-                f"scale must be finite and lie between -2**64 and 2**64; got {in_brief(scale)}"
-            )
-    check_choice("exchange", exchange, EXCHANGES)
-    check_choice("backend", backend, BACKENDS)
-
-
-def validate_workspace(workspace: float | None) -> None:
-    """Raise a `TypeError` or `ValueError` unless `dilated_attention` allows it."""
-    if workspace is None:
-        return
-    if isinstance(workspace, bool) or not isinstance(workspace, (int, float)):
-        raise TypeError(f"workspace must be a float or None, got {in_brief(workspace)}")
-    if not 0 < workspace <= sys.float_info.max:
-        raise ValueError(f"workspace must be > 0 and finite, got {in_brief(workspace)}")
-
-
-def _validate_mask(mask: torch.Tensor, query: torch.Tensor, lengths: Integers | None) -> None:
-    if lengths is not None:
-        raise ValueError("pass lengths or key_padding_mask, not both")
-    check_padding_mask(mask, query.shape[0], query.shape[1], query.device)

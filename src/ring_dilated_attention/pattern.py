@@ -81,6 +81,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {allowed}; got {in_brief(value)}")
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Raise a `TypeError` that names `value` unless it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {in_brief(value)}")
+
+
 def check_positive_float(name: str, value: float) -> float:
     """Return `value` as a float > 0; a `TypeError` or `ValueError` names it otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -221,8 +227,7 @@ class DilatedPattern:
                 "head_branches='split' takes each head's offset from its group, so head_offsets "
                 f"must keep its default 'interleaved'; got {head_offsets!r}"
             )
-        if not isinstance(zero_keys, bool):
-            raise TypeError(f"zero_keys must be a bool, got {in_brief(zero_keys)}")
+        check_bool("zero_keys", zero_keys)
         lengths = tuple(None if w is None else _check_segment_length(w) for w in segment_lengths)
         rates = tuple(check_positive_int("a dilation rate", r) for r in dilation_rates)
         for field, value in (

@@ -1,7 +1,7 @@
 """What a call's options stand for: looked up once for every kind of call, and kept.
 
-An operator takes no Python objects, so a call is written down as `Options`; `resolve` turns them
-into plans and back ends, and into the words in which ranks compare their calls.
+An operator takes no Python objects, so a call is written down as `FlatOptions`; `resolve` turns
+them into plans and back ends, and into the words in which ranks compare their calls.
 """
 
 from __future__ import annotations
@@ -9,40 +9,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from .caches import INT_BYTES, cache_by_size
 from .documents import SHOWN, in_words, packed_rows
-from .exchange import Exchange, Shared
+from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
+from .options import AttentionOptions
 from .pattern import DilatedPattern, HeadBranches, HeadOffsets
 from .plan import AttentionPlan, RankPlan, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
 
-class Options(NamedTuple):
+class FlatOptions(NamedTuple):
     """A call of `dilated_attention` without its tensors, in types that an operator takes.
 
+    Fields are those of `DilatedPattern` and `AttentionOptions`, but for these:
+
     Attributes:
-        segment_lengths: of the pattern; 0 is the whole document.
-        dilation_rates: of the pattern.
-        head_offsets: of the pattern.
-        head_branches: of the pattern.
-        zero_keys: of the pattern.
-        is_causal: see `dilated_attention`.
-        scale: see `dilated_attention`.
+        segment_lengths: 0 is the whole document.
         layout: `SequenceLayout.flat`; empty is contiguous equal shards.
-        group: what `group_name` calls the group.
-        exchange: see `dilated_attention`.
-        backend: see `dilated_attention`.
-        workspace: see `dilated_attention`.
+        group: the name by which `exchange_named` finds it.
         needs_gradients: whether autograd records this call.
         documents: cumulative lengths; empty: one document.
         lengths: valid positions of each batch row; empty: all positions of all rows.
         detached: whether backward takes the weights of branches for constants.
-        head_slice: of the pattern; empty: the call has all heads.
+        head_slice: empty: the call has all heads.
     """
 
     segment_lengths: Sequence[int]
@@ -63,38 +57,91 @@ class Options(NamedTuple):
     detached: bool = False
     head_slice: Sequence[int] = ()
 
+    def pattern(self) -> DilatedPattern:
+        """The pattern of the call."""
+        lengths, rates, heads = map(tuple, (self[0], self[1], self.head_slice))
+        return _pattern_of(lengths, rates, *self[2:5], heads)
+
+    def layout_of(self, local_length: int, world_size: int) -> SequenceLayout:
+        """The layout of a call with so many local positions, on so many ranks."""
+        if self.layout:
+            return _layout_of(tuple(self.layout))
+        return SequenceLayout.contiguous(local_length * world_size, world_size)
+
+
+def flat_options(
+    pattern: DilatedPattern,
+    options: AttentionOptions,
+    num_kv_heads: int,
+    *,
+    documents: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    needs_gradients: bool,
+) -> FlatOptions:
+    """Write down a call.
+
+    Args:
+        pattern: which keys each head sees.
+        options: of the call.
+        num_kv_heads: heads of its key.
+        documents: cumulative lengths; None: one document, or they are in a tensor.
+        lengths: valid positions of each batch row; None: all, or they are in a tensor.
+        needs_gradients: whether autograd records the call.
+
+    Raises:
+        TypeError, ValueError: the group or the head slice is not allowed.
+    """
+    scale, workspace = options.scale, options.workspace
+    return FlatOptions(
+        [length or 0 for length in pattern.segment_lengths],
+        pattern.dilation_rates,
+        pattern.head_offsets,
+        pattern.head_branches,
+        pattern.zero_keys,
+        options.is_causal,
+        None if scale is None else float(scale) + 0.0,  # -0.0 is equal to 0.0
+        () if options.layout is None else options.layout.flat,
+        group_name(options.group),
+        options.exchange,
+        options.backend,
+        None if workspace is None else float(workspace),
+        needs_gradients,
+        documents or (),
+        lengths or (),
+        options.branch_gradients == "detached" and pattern.mixes_branches,
+        pattern.slice_for(options.head_slice, num_kv_heads) or (),
+    )
+
 
 class PlannedRows(NamedTuple):
-    """Rows of a batch that are computed together, because they are equally long.
+    """Rows of a batch that are computed together, because they are equally long."""
 
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        plan: what this rank does.
-        gathers: whether all messages are in flight at once.
-    """
-
-    rows: slice
+    rows: slice  # evenly spaced: indexing with it gives a view
     plan: RankPlan
-    gathers: bool
+    gathers: bool  # whether all messages are in flight at once
 
 
 class Resolved(NamedTuple):
-    """What a call is, for all calls of its kind.
+    """What a call is, for all calls of its kind."""
 
-    Attributes:
-        shared: what must be equal on all ranks; None where there is one rank.
-        backend: what computes the tiles.
-        scale: factor on the scores.
-        planned: all rows of the batch, in the same order on every rank.
-    """
-
-    shared: Shared | None
+    shared: Shared | None  # what must be equal on all ranks; None where there is one rank
     backend: Selection
     scale: float
-    planned: tuple[PlannedRows, ...]
+    planned: tuple[PlannedRows, ...]  # all rows of the batch, in the same order on every rank
 
 
-def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exchange) -> Resolved:
+class _Kind(NamedTuple):
+    """The tensors of a call, but for their numbers."""
+
+    shape: tuple[int, ...]  # (batch, local_sequence, heads, head_dim)
+    num_kv_heads: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def resolve(
+    options: FlatOptions, query: torch.Tensor, key: torch.Tensor, ends: Exchange
+) -> Resolved:
     """Look up what the options stand for.
 
     Args:
@@ -109,17 +156,44 @@ def resolve(options: Options, query: torch.Tensor, key: torch.Tensor, ends: Exch
     return _resolve(
         ends.rank,
         ends.world_size,
-        query.shape,
-        key.shape[2],
-        query.dtype,
-        query.device,
+        _Kind(query.shape, key.shape[2], query.dtype, query.device),
+        FlatOptions._make(tuple(x) if type(x) is list else x for x in options),
         wants_same_bits(),
-        *[tuple(x) if type(x) is list else x for x in options],
+    )
+
+
+def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
+    options = arguments[3]
+    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
+    return INT_BYTES * numbers + sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
+
+
+@cache_by_size(64 << 20, _nbytes_of_call)
+def _resolve(
+    rank: int,
+    world_size: int,
+    kind: _Kind,
+    options: FlatOptions,
+    _: bool,  # of `wants_same_bits`, on which the back end depends
+) -> Resolved:
+    _check_layout(options, kind.shape[1], rank, world_size)
+    backend = select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])
+    planned = []
+    for rows, plan in plan_rows(options, kind.shape, kind.num_kv_heads, world_size):
+        gathers = options.exchange == "gather"
+        if options.exchange == "auto" and world_size > 1:
+            gathers = plan.gathers
+        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
+    return Resolved(
+        Shared.of(_in_words(kind, options)) if world_size > 1 else None,
+        backend,
+        kind.shape[3] ** -0.5 if options.scale is None else options.scale,
+        tuple(planned),
     )
 
 
 def plan_rows(
-    options: Options, shape: Sequence[int], num_kv_heads: int, world_size: int
+    options: FlatOptions, shape: Sequence[int], num_kv_heads: int, world_size: int
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
@@ -133,13 +207,12 @@ def plan_rows(
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
-    pattern, layout = _pattern(options), _layout(options, length, world_size)
+    pattern, layout = options.pattern(), options.layout_of(length, world_size)
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
-        plan = _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
-        yield rows, plan
+        yield rows, _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
 
 
-def check_integers(options: Options, shape: Sequence[int], ends: Exchange) -> None:
+def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:
     """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed.
 
     Args:
@@ -147,19 +220,21 @@ def check_integers(options: Options, shape: Sequence[int], ends: Exchange) -> No
         shape: of its query.
         ends: this rank's end of the group.
     """
-    _check_layout(options, shape, ends.rank, ends.world_size, "query")
-    total = _layout(options, shape[1], ends.world_size).length
+    _check_layout(options, shape[1], ends.rank, ends.world_size)
+    total = options.layout_of(shape[1], ends.world_size).length
     packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
 
 
-def forget_plans() -> None:
-    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
-    for kept in (_resolve, _plan, packed_rows):
-        kept.forget()
+def _check_layout(
+    options: FlatOptions, length: int, rank: int, world_size: int, holder: str = "query"
+) -> None:
+    if options.layout:
+        held = f"its {holder} has a local sequence length of {length}"
+        options.layout_of(length, world_size).check_shard(rank, world_size, length, held)
 
 
 def shared_words(
-    options: Options,
+    options: FlatOptions,
     query: torch.Tensor,
     key: torch.Tensor,
     ends: Exchange,
@@ -180,90 +255,27 @@ def shared_words(
     Raises:
         ValueError: the layout or the back end do not fit the call.
     """
-    shape = (*key.shape[:2], *query.shape[2:])
-    _check(options, shape, query.dtype, query.device, ends.rank, ends.world_size, holder)
-    in_words = _in_words(shape, key.shape[2], query.dtype, query.device, options)
-    return Shared.of({**in_words, **words})
+    kind = _Kind((*key.shape[:2], *query.shape[2:]), key.shape[2], query.dtype, query.device)
+    _check_layout(options, key.shape[1], ends.rank, ends.world_size, holder)
+    select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])  # or raise
+    return Shared.of({**_in_words(kind, options), **words})
 
 
-def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = Options(*arguments[7:])
-    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
-    plans = sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
-    return INT_BYTES * numbers + plans
-
-
-@cache_by_size(64 << 20, _nbytes_of_call)
-def _resolve(
-    rank: int,
-    world_size: int,
-    shape: tuple[int, int, int, int],
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    _: bool,  # of `wants_same_bits`, on which the back end depends
-    *values: Any,
-) -> Resolved:
-    options = Options(*values)
-    backend = _check(options, shape, dtype, device, rank, world_size)
-    planned, shared = [], None
-    for rows, plan in plan_rows(options, shape, num_kv_heads, world_size):
-        gathers = options.exchange == "gather"
-        if options.exchange == "auto" and world_size > 1:
-            gathers = plan.gathers
-        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
-    if world_size > 1:
-        shared = Shared.of(_in_words(shape, num_kv_heads, dtype, device, options))
-    return Resolved(
-        shared,
-        backend,
-        shape[3] ** -0.5 if options.scale is None else options.scale,
-        tuple(planned),
-    )
-
-
-def _check(
-    options: Options,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-    holder: str = "query",
-) -> Selection:
-    """What computes the tiles; raise a `ValueError` unless layout and back end fit the call."""
-    _check_layout(options, shape, rank, world_size, holder)
-    return select_backend(options.backend, device, dtype, shape[3])
-
-
-def _check_layout(
-    options: Options, shape: Sequence[int], rank: int, world_size: int, holder: str
-) -> None:
+def _in_words(kind: _Kind, options: FlatOptions) -> dict[str, Any]:
+    batch, length, num_heads, head_dim = kind.shape
+    layout = f"None (a shard of {length} positions)"
     if options.layout:
-        held = f"its {holder} has a local sequence length of {shape[1]}"
-        _layout_of(tuple(options.layout)).check_shard(rank, world_size, shape[1], held)
-
-
-def _in_words(
-    shape: tuple[int, ...],
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: Options,
-) -> dict[str, Any]:
-    batch, length, num_heads, head_dim = shape
-    layout = _layout_of(tuple(options.layout)) if options.layout else None
+        given = options.layout_of(length, 0)
+        layout = f"{given!r} ({given.digest[:8]})"
     return {
         "batch": batch,
         "heads": num_heads,
-        "kv_heads": num_kv_heads,
+        "kv_heads": kind.num_kv_heads,
         "head_dim": head_dim,
-        "dtype": str(dtype),
-        "device": device.type,
-        "pattern": str(_pattern(options)),
-        "layout": f"{layout!r} ({layout.digest[:8]})"
-        if layout
-        else f"None (a shard of {length} positions)",
+        "dtype": str(kind.dtype),
+        "device": kind.device.type,
+        "pattern": str(options.pattern()),
+        "layout": layout,
         "documents": _digest(options.documents),
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,
@@ -309,23 +321,12 @@ def _plan(
     )
 
 
-def _pattern(options: Options) -> DilatedPattern:
-    return _pattern_of(
-        tuple(options.segment_lengths),
-        tuple(options.dilation_rates),
-        options.head_offsets,
-        options.head_branches,
-        options.zero_keys,
-        tuple(options.head_slice),
-    )
-
-
 @lru_cache(maxsize=64)
 def _pattern_of(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
-    head_offsets: str,
-    head_branches: str,
+    head_offsets: HeadOffsets,
+    head_branches: HeadBranches,
     zero_keys: bool,
     head_slice: tuple[int, ...],
 ) -> DilatedPattern:
@@ -333,17 +334,11 @@ def _pattern_of(
     return DilatedPattern(
         [length or None for length in segment_lengths],
         dilation_rates,
-        head_offsets=cast("HeadOffsets", head_offsets),
-        head_branches=cast("HeadBranches", head_branches),
+        head_offsets=head_offsets,
+        head_branches=head_branches,
         zero_keys=zero_keys,
         head_slice=head_slice or None,
     )
-
-
-def _layout(options: Options, length: int, world_size: int) -> SequenceLayout:
-    if options.layout:
-        return _layout_of(tuple(options.layout))
-    return SequenceLayout.contiguous(length * world_size, world_size)
 
 
 def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:
@@ -353,3 +348,9 @@ def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int
 @cache_by_size(4 << 20, _nbytes_of_layout)
 def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
+
+
+def forget_plans() -> None:
+    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
+    for kept in (_resolve, _plan, packed_rows):
+        kept.forget()

@@ -20,9 +20,9 @@ from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_co
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
 from ring_dilated_attention.draw import mask_text
-from ring_dilated_attention.functional import Schedule
 from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
+from ring_dilated_attention.options import Schedule
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import check_plan, costs
 

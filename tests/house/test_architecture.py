@@ -15,7 +15,7 @@ ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
     "caches", "units", "pattern", "named_patterns", "layout", "documents", "plan",
-    "draw", "kernels", "tiles", "exchange", "parallel", "engine", "resolve", "torch_op",
+    "draw", "kernels", "tiles", "exchange", "options", "parallel", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "bench", "cli",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention, keep_attention
+from ring_dilated_attention.nn import MultiheadDilatedAttention, keep_attention
 from ring_dilated_attention.torch_op import operator
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
@@ -135,18 +135,6 @@ def test_where_nothing_is_mixed_it_is_the_exact_gradient(pattern):
     assert torch.equal(got, want)
 
 
-def test_uncovered_rows_are_zero_and_have_no_gradient():
-    pattern = DilatedPattern([6, 12], [3, 6])
-    x = torch.randn(1, 20, 1, 8, dtype=torch.float64, requires_grad=True)
-    out, lse = detached_dilated_attention(x, x, x, pattern, return_lse=True)
-    uncovered = torch.isneginf(lse[0, 0])
-    assert uncovered.sum() == 13
-    assert not out[0, uncovered].any()
-    (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert not gradient[0, uncovered].any()
-    assert torch.isfinite(gradient).all()
-
-
 def test_keep_attention_computes_forward_once(monkeypatch):
     calls = []
     forward = ring_forward
@@ -175,36 +163,3 @@ def test_keep_attention_computes_forward_once(monkeypatch):
     assert len(calls) == 1
     for got, want in zip(gradients, expected, strict=True):
         assert close(got, want)
-
-
-def test_modules_take_it():
-    torch.manual_seed(0)
-    x = torch.randn(1, 30, 2, 4, dtype=torch.float64, requires_grad=True)
-    module = DilatedAttention(PATTERN, branch_gradients="detached")
-    (got,) = torch.autograd.grad(module(x, x, x).square().sum(), x)
-    (want,) = torch.autograd.grad(detached_dilated_attention(x, x, x, PATTERN).square().sum(), x)
-    (exact,) = torch.autograd.grad(dilated_attention(x, x, x, PATTERN).square().sum(), x)
-    assert torch.equal(got, want)
-    assert relative_error(exact, want) > 1e-3
-
-
-def test_refusals():
-    x = torch.zeros(1, 8, 2, 4)
-    with pytest.raises(ValueError, match="branch_gradients must be one of 'exact', 'detached'"):
-        dilated_attention(x, x, x, PATTERN, branch_gradients="no_grad")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="pattern must be a DilatedPattern"):
-        detached_dilated_attention(x, x, x, [8])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dropout"):
-        detached_dilated_attention(x, x, x, PATTERN, dropout=0.1)
-
-
-def test_ranks_that_differ_hear_of_it():
-    layout = SequenceLayout.contiguous(12, 2)
-
-    def run(ends):
-        shard = torch.zeros(1, 6, 2, 4)
-        attend = (dilated_attention, detached_dilated_attention)[ends.rank]
-        with pytest.raises(ValueError, match=r"different arguments .* branch_gradients is"):
-            attend(shard, shard, shard, PATTERN, group=ends, layout=layout)
-
-    run_loopback(2, run)

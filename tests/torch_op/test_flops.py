@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.worlds import world
 from torch.utils.flop_counter import FlopCounterMode
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.plan import costs
 
@@ -100,15 +98,6 @@ def test_several_ranks_count_their_own(make):
     assert found == [planned(layout, rank, 2, is_causal=True) for rank in range(3)]
     if make is SequenceLayout.contiguous:
         assert found[0][0] < found[2][0]
-
-
-def count_on_a_rank(rank, world_size):
-    return counted(partial(attend, group=world()), leaves(1, 21))
-
-
-def test_process_groups():
-    layout = SequenceLayout.contiguous(42, 2)
-    assert run_ranks(count_on_a_rank, 2) == [planned(layout, rank, 1) for rank in range(2)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

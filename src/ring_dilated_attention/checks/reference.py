@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ..documents import Integers, as_ints, packed_rows
-from ..functional import BRANCH_GRADIENTS, BranchGradients, validate_options
-from ..pattern import DilatedPattern, check_choice
+from ..options import BranchGradients, check_options
+from ..pattern import DilatedPattern
 from ..torch_op import validate_tensors
 
 
@@ -130,8 +130,9 @@ def reference_attention(
     Raises:
         TypeError, ValueError: an argument is not allowed, as for `dilated_attention`.
     """
-    validate_options(pattern, is_causal, scale, None, "auto", "auto", True)
-    check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
+    check_options(
+        pattern=pattern, is_causal=is_causal, scale=scale, branch_gradients=branch_gradients
+    )
     validate_tensors(query, key, value)
     pattern = pattern.of_heads(head_slice, key.shape[2])
     borders = None if documents is None else tuple(as_ints("documents", documents))

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange, all_gather
-from ..functional import BranchGradients, Schedule, dilated_attention
+from ..functional import dilated_attention
 from ..layout import SequenceLayout
+from ..options import BranchGradients, Schedule
 from ..pattern import DilatedPattern, check_int, in_brief
 from ..plan import AttentionPlan, costs, plan_attention
 from ..tiles import Backend, accumulate_dtype

@@ -15,7 +15,8 @@ import torch
 from .. import kernels
 from ..engine import kernels_on, merge_
 from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
-from ..functional import autocast_inputs, validate_options
+from ..functional import autocast_inputs
+from ..options import check_options
 from ..pattern import in_brief
 from ..tiles import (
     Backend,
@@ -224,7 +225,7 @@ def _check(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> Selec
     """What computes the tiles; None: the decoding kernels do. Raise unless all is allowed."""
     query, key, value = tensors
     scale, backend, return_lse, _ = options
-    validate_options(cache.plan.pattern, True, scale, None, "auto", backend, return_lse)
+    check_options(scale=scale, backend=backend, return_lse=return_lse)
     validate_tensors(query, key, value)
     refuse_tangents(_NAME, query, key, value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

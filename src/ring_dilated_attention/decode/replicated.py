@@ -36,17 +36,12 @@ from ..exchange import (
     resolve_exchange,
     settle,
 )
-from ..functional import (
-    autocast_inputs,
-    flat_pattern,
-    flat_scale,
-    validate_options,
-    validate_workspace,
-)
+from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..options import AttentionOptions, check_options
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TileGroup
-from ..resolve import Options, plan_rows, shared_words
+from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
 from ..tiles import Backend, accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
 from .attend import kernel_computes, merged_over_ranks
@@ -288,34 +283,26 @@ def _attend(
         return out, lse
 
 
-def _options(tensors: _Tensors, pattern: DilatedPattern, **given: Any) -> Options:
+def _options(tensors: _Tensors, pattern: DilatedPattern, **given: Any) -> FlatOptions:
     """The options of a call, checked."""
-    layout, backend, scale = given["layout"], given["backend"], given["scale"]
-    documents, lengths, workspace = given["documents"], given["lengths"], given["workspace"]
-    is_causal, return_lse = given["is_causal"], given["return_lse"]
-    validate_options(pattern, is_causal, scale, layout, "auto", backend, return_lse)
-    validate_workspace(workspace)
+    documents, lengths = given.pop("documents"), given.pop("lengths")
+    check_options(pattern=pattern, return_lse=given.pop("return_lse"))
+    options = AttentionOptions(**given)  # without a group: nothing is looked up by its name
     validate_tensors(*tensors, same_length=False)
-    if layout is None and tensors[1].shape[1] == 0:
+    if options.layout is None and tensors[1].shape[1] == 0:
         raise ValueError("the sequence is empty: key has no rows, and no layout is given")
-    return Options(
-        *flat_pattern(pattern),
-        is_causal,
-        flat_scale(scale),
-        () if layout is None else layout.flat,
-        group="",  # nothing is looked up by its name
-        exchange="auto",
-        backend=backend,
-        workspace=None if workspace is None else float(workspace),
+    return flat_options(
+        pattern,
+        options,
+        tensors[1].shape[2],
+        documents=None if documents is None else tuple(as_ints("documents", documents)),
+        lengths=None if lengths is None else tuple(as_ints("lengths", lengths)),
         needs_gradients=False,  # each rank may ask for those of its own keys
-        documents=() if documents is None else tuple(as_ints("documents", documents)),
-        lengths=() if lengths is None else tuple(as_ints("lengths", lengths)),
-        head_slice=pattern.slice_for(given["head_slice"], tensors[1].shape[2]) or (),
     )
 
 
 def _plan(
-    options: Options, query: torch.Tensor, key: torch.Tensor, positions: range, ends: Exchange
+    options: FlatOptions, query: torch.Tensor, key: torch.Tensor, positions: range, ends: Exchange
 ) -> _Call:
     """This rank's part."""
     batch, _, num_heads, head_dim = query.shape

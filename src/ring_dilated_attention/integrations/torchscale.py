@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange import Group, one_group, resolve_exchange
-from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
+from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
 from ..nn.modules import check_rows, hooks_of, is_plain
 from ..nn.norm import normalize
+from ..options import BranchGradients, Schedule, check_options
 from ..parallel import is_fully_sharded
-from ..pattern import DilatedPattern, HeadOffsets, check_choice, check_positive_float, in_brief
-from ..tiles import BACKENDS, Backend
+from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, in_brief
+from ..tiles import Backend
 from ..torch_op import padding, telling_ranks
 from .shared_randomness import share_drop_paths
 
@@ -125,8 +126,7 @@ class TorchscaleDilatedAttention(nn.Module):
             )
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
-        check_choice("exchange", exchange, EXCHANGES)
-        check_choice("backend", backend, BACKENDS)
+        check_options(exchange=exchange, backend=backend, branch_gradients=branch_gradients)
         self.args = args
         self.embed_dim, self.num_heads, _, self.head_dim = check_head_sizes(
             embed_dim, num_heads, None
@@ -141,7 +141,6 @@ class TorchscaleDilatedAttention(nn.Module):
             head_offsets=head_offsets,
             zero_keys=zero_keys,
         )
-        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
         self.branch_gradients = branch_gradients
         self.group = one_group(group, mesh)
         self.layout = layout

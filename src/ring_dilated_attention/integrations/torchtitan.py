@@ -20,11 +20,12 @@ from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
 from ..exchange import agree, resolve_exchange
-from ..functional import EXCHANGES, Schedule, dilated_attention
+from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn import document_positions
-from ..pattern import DilatedPattern, check_choice, in_brief
-from ..tiles import BACKENDS, Backend
+from ..options import Schedule, check_options
+from ..pattern import DilatedPattern, in_brief
+from ..tiles import Backend
 
 __all__ = ["DilatedInnerAttention", "PackedTokens", "with_dilated_attention"]
 
@@ -183,8 +184,7 @@ def with_dilated_attention(
     """
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
-    check_choice("exchange", exchange, EXCHANGES)
-    check_choice("backend", backend, BACKENDS)
+    check_options(exchange=exchange, backend=backend)
     layers = [
         _with_inner(layer, index, pattern, exchange, backend)
         for index, layer in enumerate(spec.model.layers)

@@ -45,8 +45,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..exchange import Group, one_group, resolve_exchange
-from ..functional import Schedule, dilated_attention, validate_options
+from ..functional import dilated_attention
 from ..layout import SequenceLayout
+from ..options import Schedule, check_options
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
@@ -193,7 +194,7 @@ def set_attention(
         raise ValueError(
             f"pattern must be given: the config of this {type(model).__name__} holds none"
         )
-    validate_options(pattern, False, None, layout, exchange, backend, False)
+    check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
     base: Any = without_head(model)
     of_images, ranks = takes_images(base), resolve_exchange(group).world_size
     if not of_images:

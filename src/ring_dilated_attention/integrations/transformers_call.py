@@ -17,9 +17,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ..documents import in_words
 from ..exchange import Exchange, Group, agree, resolve_exchange
-from ..functional import Schedule
 from ..layout import SequenceLayout
 from ..nn.heads import Heads, slice_of_projections
+from ..options import Schedule
 from ..pattern import DilatedPattern, HeadSlice
 from ..tiles import Backend
 from ..torch_op import lengths_of_mask

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..documents import Integers
 from ..exchange import Group, one_group
-from ..functional import BRANCH_GRADIENTS, EXCHANGES, BranchGradients, Schedule, dilated_attention
+from ..functional import dilated_attention
 from ..layout import SequenceLayout
+from ..options import (
+    AttentionOptions,
+    BranchGradients,
+    OptionFields,
+    Schedule,
+    check_options,
+    read_options,
+)
 from ..parallel import fill, is_fully_sharded
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
     HeadOffsets,
     HeadSlice,
-    check_choice,
-    check_head_slice,
     check_positive_float,
     in_brief,
 )
-from ..tiles import BACKENDS, Backend
+from ..tiles import Backend
 from ..torch_op import telling_ranks
 from .heads import check_head_sizes, project_heads, slice_of_heads
 from .modules import check_rows, without_weights
 from .norm import LayerNorm
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -48,27 +59,20 @@ class MultiheadDilatedAttention(nn.Module):
         num_heads: query heads; divides `embed_dim`.
         segment_lengths: one per branch, in positions; None means the whole document.
         dilation_rates: one per branch, in positions.
-        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
-            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
-            (torchscale).
-        head_branches: ``"all"``, the default: every head runs every branch (the paper);
-            ``"split"``: the heads are cut into one contiguous group per branch.
-        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
-            and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
-        branch_gradients: ``"exact"``, the default, differentiates the whole function;
-            ``"detached"`` all but the weights that mix the branches, as torchscale does.
+        head_offsets: ``"interleaved"``, the default, or ``"blocked"``; see `DilatedPattern`.
+        head_branches: ``"all"``, the default, or ``"split"``; see `DilatedPattern`.
+        zero_keys: as torchscale pads segments; see `DilatedPattern`. Default False (the paper).
+        branch_gradients: ``"exact"``, the default, or ``"detached"``; see `AttentionOptions`.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None means `num_heads`.
         bias: whether the four projections have a bias.
         layer_norm: whether to normalise the concatenated heads (MAGNETO's sub-LN).
         layer_norm_eps: its epsilon.
         gamma_init: MAGNETO's gain at initialisation.
         scale: factor on the scores; None means ``head_dim ** -0.5``.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
+        exchange: how rows travel between ranks, ``"auto"``, the default, ``"ring"`` or
+            ``"gather"``; see `AttentionOptions`.
+        backend: kernels that compute the tiles, ``"auto"``, the default, or one of those of
+            `AttentionOptions`.
         device: where to make the parameters.
         dtype: of the parameters.
 
@@ -115,15 +119,13 @@ class MultiheadDilatedAttention(nn.Module):
             head_branches=head_branches,
             zero_keys=zero_keys,
         )
-        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
+        check_options(exchange=exchange, backend=backend, branch_gradients=branch_gradients)
         self.branch_gradients = branch_gradients
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = check_head_sizes(
             embed_dim, num_heads, num_kv_heads
         )
         self.gamma_init = check_positive_float("gamma_init", gamma_init)
         self.scale = None if scale is None else check_positive_float("scale", scale)
-        check_choice("exchange", exchange, EXCHANGES)
-        check_choice("backend", backend, BACKENDS)
         self.exchange = exchange
         self.backend = backend
         kv_dim = self.num_kv_heads * self.head_dim
@@ -187,12 +189,11 @@ class MultiheadDilatedAttention(nn.Module):
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
                 local_sequence), True where a position is padding; `lengths` is cheaper. Heads are 0
                 in padded positions, so the output there is that of `combine` for zeros.
-            documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
-                of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
-                attention never crosses their borders. None: one document. `document_positions`
-                gives the positions for `rope`.
-            lengths: (batch,) ints: row b of the batch holds that many valid positions of the whole
-                sequence and padding behind them. None: no padding.
+            documents: cumulative lengths ``[0, ..., n]`` of packed documents, as in
+                `dilated_attention`. None: one document. `document_positions` gives the positions
+                for `rope`.
+            lengths: (batch,) ints, valid positions of each row, as in `dilated_attention`. None: no
+                padding.
             rope: applied to the projected query and key, shape (batch, local_sequence, heads or
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -325,57 +326,35 @@ class DilatedAttention(nn.Module):
 
     Args:
         pattern: which keys each head sees.
-        is_causal: whether a query sees only keys at its own position and before.
-        scale: factor on the scores; None means ``head_dim ** -0.5``.
-        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
-            one process.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        layout: which positions each rank holds; None means contiguous equal shards.
-        branch_gradients: ``"exact"``, the default, differentiates the whole function;
-            ``"detached"`` all but the weights that mix the branches, as torchscale does.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        head_slice: (start, stop, total): the KV heads are heads start to stop (excluded) of a layer
-            with total of them, and have their offsets and branches. None: they are all.
+        options: see `AttentionOptions`; None: its defaults.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`. They are
+            attributes, too, which can be set: ``layer.layout = layout``.
 
     Raises:
-        TypeError: `pattern` is not a `DilatedPattern`, or `head_slice` not three ints.
-        ValueError: `branch_gradients`, `exchange`, `backend` or `head_slice` has an unknown value.
+        TypeError: `pattern` is not a `DilatedPattern`, or an option has the wrong type.
+        ValueError: an option has a value that is not allowed.
     """
 
     def __init__(
         self,
         pattern: DilatedPattern,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        group: Group = None,
-        mesh: Group = None,
-        layout: SequenceLayout | None = None,
-        branch_gradients: BranchGradients = "exact",
-        exchange: Schedule = "auto",
-        backend: Backend = "auto",
-        head_slice: Sequence[int] | None = None,
+        options: AttentionOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> None:
         super().__init__()
-        if not isinstance(pattern, DilatedPattern):
-            raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
-        check_choice("exchange", exchange, EXCHANGES)
-        check_choice("backend", backend, BACKENDS)
+        check_options(pattern=pattern)
         self.pattern = pattern
-        self.is_causal = is_causal
-        self.scale = scale
-        self.group = one_group(group, mesh)
-        self.layout = layout
-        check_choice("branch_gradients", branch_gradients, BRANCH_GRADIENTS)
-        self.branch_gradients = branch_gradients
-        self.exchange = exchange
-        self.backend = backend
-        self.head_slice = None if head_slice is None else check_head_slice(head_slice)
+        self.options = read_options("DilatedAttention", options, fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OptionFields.__annotations__:
+            return getattr(self.options, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OptionFields.__annotations__:
+            name, value = "options", replace(self.options, **{name: value})
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -387,48 +366,24 @@ class DilatedAttention(nn.Module):
         lengths: Integers | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            query: shape (batch, local_sequence, heads, head_dim).
-            key: shape (batch, local_sequence, kv_heads, head_dim); kv_heads divides heads.
-            value: the shape of `key`.
-            documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence
-                of n positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor;
-                attention never crosses their borders. None: one document.
-            lengths: (batch,) ints: row b of the batch holds that many valid positions of the whole
-                sequence and padding behind them. None: no padding.
-            key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding; `lengths` is cheaper.
+        """Attend: `dilated_attention` explains the arguments, and what is raised.
 
         Returns:
             The shape and dtype of `query`.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument is not supported, or the ranks disagree about one; raised on
-                every rank, naming the ranks at fault.
         """
-        out: Tensor = dilated_attention(
+        return dilated_attention(
             query,
             key,
             value,
             self.pattern,
-            is_causal=self.is_causal,
-            scale=self.scale,
+            self.options,
             documents=documents,
             lengths=lengths,
             key_padding_mask=key_padding_mask,
-            group=self.group,
-            layout=self.layout,
-            exchange=self.exchange,
-            backend=self.backend,
-            branch_gradients=self.branch_gradients,
-            head_slice=self.head_slice,
         )
-        return out
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
-        heads = "" if self.head_slice is None else f", head_slice={tuple(self.head_slice)}"
-        return f"{self.pattern}, is_causal={self.is_causal}{heads}"
+        given = self.options
+        heads = "" if given.head_slice is None else f", head_slice={tuple(given.head_slice)}"
+        return f"{self.pattern}, is_causal={given.is_causal}{heads}"

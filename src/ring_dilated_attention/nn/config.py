@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..functional import BRANCH_GRADIENTS, BranchGradients
+from ..options import BranchGradients, check_options
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
     HeadOffsets,
-    check_choice,
     check_positive_float,
     check_positive_int,
 )
@@ -133,7 +132,7 @@ class SlideEncoderConfig:
             raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
         check_positive_float("tile_size", self.tile_size)
         check_positive_float("norm_eps", self.norm_eps)
-        check_choice("branch_gradients", self.branch_gradients, BRANCH_GRADIENTS)
+        check_options(branch_gradients=self.branch_gradients)
         pattern = self.pattern
         # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..documents import Integers
 from ..exchange import Group, one_group
-from ..functional import Schedule
 from ..layout import SequenceLayout
+from ..options import Schedule
 from ..parallel import fill, refuse_beside_wrapper
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention

@@ -12,8 +12,9 @@ from torch.utils._pytree import _register_namedtuple
 
 from ..documents import Integers, in_words, ints_or_tensor
 from ..exchange import Group, one_group, place_in
-from ..functional import Schedule, autocast_inputs
+from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..options import Schedule
 from ..parallel import fill, is_fully_sharded
 from ..pattern import in_brief
 from ..tiles import Backend

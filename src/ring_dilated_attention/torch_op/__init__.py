@@ -5,22 +5,25 @@ importing this room registers them.
 `validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
 `AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
 failure on the way to attention, and `telling_ranks` calls what may fail.
-`LENGTHS`, an operator too, `lengths_of_call`, `lengths_of_mask` and `padding` tell what a padding
-mask stands for, and `check_padding_mask` refuses what is none.
+`LENGTHS`, an operator too, `lengths_of_mask` and `padding` tell the lengths that a padding mask
+stands for, and `check_padding_mask` refuses what is none.
 `gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
 `apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
-needs; `in_forward_mode` says whether tensors may have tangents.
+needs.
 """
 
-from .agreed import AGREED, LENGTHS, agreed, lengths_of_call, padding, tell_ranks, telling_ranks
-from .derivatives import (
-    apply_function,
-    in_forward_mode,
-    once_differentiable,
-    refuse_tangents,
+from .agreed import (
+    AGREED,
+    LENGTHS,
+    agreed,
+    check_padding_mask,
+    lengths_of_mask,
+    padding,
+    tell_ranks,
+    telling_ranks,
 )
+from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .gelu_norm import GELU_NORM, gelu_norm
-from .masks import check_padding_mask, lengths_of_mask
 from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
 
 __all__ = [
@@ -33,8 +36,6 @@ __all__ = [
     "apply_function",
     "check_padding_mask",
     "gelu_norm",
-    "in_forward_mode",
-    "lengths_of_call",
     "lengths_of_mask",
     "once_differentiable",
     "padding",

@@ -1,4 +1,4 @@
-"""Operators on the way to attention: agreement of the ranks, and lengths of a padding mask."""
+"""On the way to attention: ranks agree on arguments, padding masks become lengths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..exchange import (
     Exchange,
@@ -18,17 +19,12 @@ from ..exchange import (
     untraced,
 )
 from ..layout import SequenceLayout
-from ..resolve import Options, shared_words
-from .derivatives import implement
-from .masks import KNOWN_LENGTHS, check_padding_mask, lengths_of_mask
+from ..pattern import in_brief, shape_in_brief
+from .derivatives import define, implement
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
-_library.define(
-    "agreed(Tensor tensor, str name, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
-AGREED = torch.ops.ring_dilated_attention.agreed.default
+AGREED = define(_library, "agreed(Tensor tensor, str name, str group) -> Tensor")
 """(tensor, name, group) -> a copy of the tensor, once every rank of the group has called the module
 `name` with arguments that fit. What follows depends on the copy, so that a graph neither drops the
 agreement nor moves it."""
@@ -47,7 +43,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
     return gradient, None, None
 
 
-implement(_library, AGREED, untraced(_agreed), lambda tensor, name, group: torch.empty_like(tensor))
+implement(_library, AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
 torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
 
 
@@ -134,20 +130,17 @@ def agreed(
     return tensor
 
 
-_library.define(
-    "lengths_of_mask(Tensor mask, SymInt[] layout, str group) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+# --- Padding masks
 
-LENGTHS = torch.ops.ring_dilated_attention.lengths_of_mask.default
+LENGTHS = define(_library, "lengths_of_mask(Tensor mask, SymInt[] layout, str group) -> Tensor")
 """(mask, layout, group) -> lengths: mask boolean (batch, local_sequence), True where a position is
-padding; layout and group as in `resolve.Options`; lengths int64 (batch,) on the CPU, the same on
-every rank. It waits for the mask. torch.compile makes one call of those of all layers."""
+padding; layout and group as in `resolve.FlatOptions`; lengths int64 (batch,) on the CPU, the same
+on every rank. It waits for the mask. torch.compile makes one call of those of all layers."""
 
 
 def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Tensor:
     ends = exchange_named(group)
-    refuse_masks_in_graphs()
+    refuse_in_graphs("key_padding_mask", "pass lengths")
     refuse_capture("dilated_attention", ends, mask.device)
     given = SequenceLayout.from_flat(tuple(layout)) if layout else None
     words = {"batch": mask.shape[0], "layout": str(given or f"{mask.shape[1]} positions")}
@@ -165,37 +158,126 @@ def _fake_lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torc
     return torch.empty(mask.shape[0], dtype=torch.int64, device="cpu")
 
 
-implement(_library, LENGTHS, untraced(_lengths), _fake_lengths)
+implement(_library, LENGTHS, _lengths, _fake_lengths)
 
 
-def lengths_of_call(
-    mask: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    options: Options,
-    layout: SequenceLayout | None,
-) -> list[int]:
-    """The lengths that a mask stands for, in a call that is not compiled.
-
-    Args:
-        mask: boolean (batch, local_sequence), True where a position is padding.
-        query: of the call.
-        key: of the call.
-        options: of the call, without lengths.
-        layout: of the call.
-
-    Returns:
-        Of each row of the batch, the same on every rank.
+def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:
+    """Raise unless this can be the shard of a padding mask.
 
     Raises:
-        ValueError: the mask is no right padding, or see `resolve`; on every rank.
+        TypeError: it is no tensor, or not boolean.
+        ValueError: it has another shape than (batch, local_length), or another device.
     """
-    ends = exchange_named(options.group)
-    refuse_masks_in_graphs()
-    refuse_capture("dilated_attention", ends, query.device)
-    with ends.calls.enter("dilated_attention", "forward") as scope:
-        _agree_but_on_lengths(scope, ends, query, key, options)
-        return lengths_of_mask(mask, ends, layout, scope)
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {in_brief(mask)}")
+    if mask.is_nested or mask.layout != torch.strided:
+        raise TypeError("key_padding_mask must be a dense tensor, not a sparse or nested one")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            "key_padding_mask must be boolean, True where a position is padding; got "
+            f"{mask.dtype}: pass mask != 0 if padding is what is not 0, as in torchscale, and "
+            "mask == 0 if it is what is 0, as in transformers"
+        )
+    if mask.shape != (batch, local_length):
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, local_sequence), {(batch, local_length)}; "
+            f"got {shape_in_brief(mask)}"
+        )
+    if mask.device != device:
+        raise ValueError(f"key_padding_mask must be on {device}; got {mask.device}")
+
+
+_REFUSAL = (
+    "key_padding_mask must be a right padding (dilated attention has no other masks): {}. True "
+    "means padding: if the mask is True at valid positions, pass ~mask"
+)
+
+
+@untraced
+def lengths_of_mask(
+    mask: torch.Tensor,
+    ends: Exchange,
+    layout: SequenceLayout | None,
+    scope: Any,
+    refusal: str = _REFUSAL,
+) -> list[int]:
+    """The lengths that a right padding stands for: one small collective, and a wait for `mask`.
+
+    Args:
+        mask: this rank's shard, boolean (batch, local_sequence), True where a position is padding;
+            batch and the kind of layout are the same on every rank.
+        ends: this rank's end of the group.
+        layout: which rank holds which positions; None: contiguous equal shards.
+        scope: of the call that this is part of, as `Calls.enter` returns it.
+        refusal: the message for a mask that is no right padding, with ``{}`` for where.
+
+    Returns:
+        The number of valid positions of each row of the batch, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if the valid positions of a row are not the first ones of the
+            whole sequence.
+    """
+    batch, length = mask.shape
+    if layout is None:
+        total, positions = length * ends.world_size, torch.arange(length, device=mask.device)
+        positions += ends.rank * length
+    else:
+        total, positions = layout.length, layout.positions(ends.rank, device=mask.device)
+    # Of each row: one position behind the last valid one, and minus the first padded one.
+    column = torch.zeros(batch, 1, dtype=torch.int64, device=mask.device)
+    stops = torch.cat((torch.where(mask, 0, positions + 1), column), 1).amax(1)
+    padded = torch.cat((torch.where(mask, -positions, -total), column - total), 1).amax(1)
+    found = ends.maximum(torch.cat((stops, padded)).tolist(), mask.device)
+    lengths, paddings = found[:batch], [-x for x in found[batch:]]
+    for row, (stop, first) in enumerate(zip(lengths, paddings, strict=True)):
+        if first < stop:
+            scope.in_step = True  # every rank has found the same
+            where = f"in row {row}, position {first} is padding and position {stop - 1} is not"
+            raise ValueError(refusal.format(where))
+    return lengths
+
+
+class KnownLengths:
+    """The lengths that masks stand for, for the layers that come behind the one that asked.
+
+    torch counts most writes to a tensor, but not all: a broadcast, or one through `Tensor.data`. So
+    a layer that comes again asks again: what is kept is from the last pass of its model.
+    """
+
+    def __init__(self) -> None:
+        self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
+
+    def __len__(self) -> int:
+        """The number of masks."""
+        return len(self._found)
+
+    def get(
+        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None
+    ) -> list[int] | None:
+        """The lengths of a mask that is not sharded; None where the caller has to ask."""
+        found = None if mask.is_inference() else self._found.get(mask)
+        if found is None or found[:2] != (mask._version, layout) or id(caller) in found[3]:
+            return None
+        found[3].add(id(caller))
+        lengths: list[int] = found[2]
+        return lengths
+
+    def keep(
+        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None, lengths: list[int]
+    ) -> None:
+        """Keep the lengths of a mask, which the caller has asked for."""
+        if not mask.is_inference():  # whose writes are not counted
+            self._found[mask] = mask._version, layout, lengths, {id(caller)}
+
+    def forget(self) -> None:
+        """Drop everything."""
+        if self._found:
+            self._found = WeakTensorKeyDictionary()
+
+
+KNOWN_LENGTHS = KnownLengths()
+"""Of all masks of this process."""
 
 
 def padding(
@@ -230,7 +312,7 @@ def padding(
     if ends.world_size > 1 or (layout and layout.local_length(0) != query.shape[1]):
         return given
     check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
-    refuse_masks_in_graphs()
+    refuse_in_graphs("key_padding_mask", "pass lengths")
     lengths = KNOWN_LENGTHS.get(caller, mask, layout)
     if lengths is None:
         with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
@@ -239,28 +321,10 @@ def padding(
     return {"lengths": lengths}
 
 
-def refuse_masks_in_graphs() -> None:
-    """Raise a `RuntimeError` in a CUDA graph: replays would go by the lengths at its capture."""
-    _refuse_in_graphs("key_padding_mask", "pass lengths")
-
-
-def refuse_tensor_in_graphs(name: str) -> None:
-    """Raise a `RuntimeError` in a CUDA graph, for lengths or documents in a tensor."""
-    _refuse_in_graphs(f"{name} in a tensor", "pass a list of ints")
-
-
-def _refuse_in_graphs(what: str, instead: str) -> None:
+def refuse_in_graphs(what: str, instead: str) -> None:
+    """Raise a `RuntimeError` in a CUDA graph, every replay of which would use the same numbers."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} cannot be captured in a CUDA graph: every replay would use the numbers of the "
             f"capture; {instead}, and capture one graph for each of them"
         )
-
-
-def _agree_but_on_lengths(
-    scope: Any, ends: Exchange, query: torch.Tensor, key: torch.Tensor, options: Options
-) -> None:
-    """Agree on a call whose lengths are in masks, which are about to travel."""
-    with together(scope, ends, query.device) as agreed:
-        words = {"lengths": "from key_padding_mask"}
-        agreed.shared = shared_words(options, query, key, ends, words=words)

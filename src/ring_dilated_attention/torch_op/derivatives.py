@@ -11,6 +11,8 @@ from torch._functorch.utils import enable_single_level_autograd_function, unwrap
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from ..exchange import untraced
+
 
 def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_operator: bool) -> Any:
     """What ``function.apply`` does, without inspecting its signature, which takes 0.1 ms a call.
@@ -38,11 +40,6 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
     return type(function.__name__, (_SingleLevelFunction,), statics)
 
 
-def in_forward_mode() -> bool:
-    """Whether tensors may have tangents now."""
-    return forward_ad._current_level >= 0
-
-
 def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
     """Raise a `NotImplementedError` where forward-mode autograd would lose a tensor's tangent.
 
@@ -50,7 +47,7 @@ def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
         name: of the function, for the message.
         tensors: its inputs.
     """
-    if not in_forward_mode():
+    if forward_ad._current_level < 0:  # tensors have no tangents
         return
     parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
     if any(part.tangent is not None for part in parts):
@@ -99,25 +96,54 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(f"the gradient of {ctx.of} cannot be differentiated again")
 
 
+def define(library: Any, schema: str) -> Any:
+    """Define an operator, and return its overload.
+
+    Args:
+        library: a `torch.library.Library`.
+        schema: its name, arguments and results, as torch writes them.
+    """
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
+
+
 def implement(
     library: Any,
     operator: Any,
     run: Callable[..., Any],
     fake: Callable[..., Any],
-    autograd: Callable[..., Any] | None = None,
+    function: type[torch.autograd.Function] | None = None,
+    name: str = "",
 ) -> None:
     """Register functions for an operator that `library` has defined.
 
     Args:
         library: a `torch.library.Library`.
-        operator: an overload, such as ``torch.ops.ring_dilated_attention.forward.default``.
-        run: what computes it on any device, below autograd.
-        fake: what it returns for tensors without data: empty ones.
-        autograd: what is called where gradients may be asked for; None: what torch does.
+        operator: an overload, as `define` returns it.
+        run: computes it on any device, below autograd. torch.compile never traces it.
+        fake: returns empty tensors like the results.
+        function: of an operator whose first three inputs alone have gradients: its derivative, with
+            a `setup_context`; its forward is `below_autograd`. None: what torch does.
             `torch.library.register_autograd` does the same and takes 30 us longer, on every call.
+        name: of the function in messages.
     """
-    name = operator._schema.name.partition("::")[2]
-    library.impl(name, run, "CompositeExplicitAutograd")
-    if autograd is not None:
-        library.impl(name, autograd, "Autograd")
+    registered = operator._schema.name.partition("::")[2]
+    library.impl(registered, untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(operator, fake, lib=library)
+    if function is None:
+        return
+    derivative = function
+
+    def autograd(*inputs: Any) -> Any:
+        refuse_tangents(name, *inputs[:3])
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+            return apply_function(derivative, *inputs, in_operator=True)
+        return below_autograd(operator, *inputs)
+
+    library.impl(registered, untraced(autograd), "Autograd")
+
+
+def below_autograd(operator: Any, *inputs: Any) -> Any:
+    """Call an operator's implementation, past the one for autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)

@@ -8,26 +8,22 @@ import torch
 
 from .. import kernels
 from ..engine import kernels_on
-from ..exchange import untraced
-from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
+from .derivatives import below_autograd, define, implement, once_differentiable
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "FRAGMENT")
-_library.define(
+GELU_NORM = define(
+    _library,
     "gelu_norm(Tensor rows, Tensor weight, Tensor bias, float eps) "
     "-> (Tensor normed, Tensor statistics)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
-    "gelu_norm_backward(Tensor dnormed, Tensor rows, Tensor weight, Tensor bias, "
-    "Tensor statistics) -> (Tensor drows, Tensor dweight, Tensor dbias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-GELU_NORM = torch.ops.ring_dilated_attention.gelu_norm.default
 """(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`, but for any
 strides."""
-GELU_NORM_BACKWARD = torch.ops.ring_dilated_attention.gelu_norm_backward.default
+GELU_NORM_BACKWARD = define(
+    _library,
+    "gelu_norm_backward(Tensor dnormed, Tensor rows, Tensor weight, Tensor bias, "
+    "Tensor statistics) -> (Tensor drows, Tensor dweight, Tensor dbias)",
+)
 """(dnormed, rows, weight, bias, statistics) -> (drows, dweight, dbias), each as its input."""
 
 
@@ -53,10 +49,8 @@ class _GeluNorm(torch.autograd.Function):
     """Saved: rows, weight, and the mean and the deviation of each row's GELU."""
 
     @staticmethod
-    def forward(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _below_autograd(rows, weight, bias, eps)
+    def forward(*inputs: Any) -> Any:
+        return below_autograd(GELU_NORM, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -71,27 +65,6 @@ class _GeluNorm(torch.autograd.Function):
 
         found = once_differentiable("a GELU and its norm", gradient, dnormed, *ctx.saved_tensors)
         return *found, None
-
-
-def _autograd(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_tangents("a GELU and its norm", rows, weight, bias)
-    if torch.is_grad_enabled() and (
-        rows.requires_grad or weight.requires_grad or bias.requires_grad
-    ):
-        inputs = rows, weight, bias, eps
-        normed, statistics = apply_function(_GeluNorm, *inputs, in_operator=True)
-        return normed, statistics
-    return _below_autograd(rows, weight, bias, eps)
-
-
-def _below_autograd(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
-        normed, statistics = GELU_NORM(rows, weight, bias, eps)
-    return normed, statistics
 
 
 def _forward(
@@ -131,5 +104,5 @@ def _fake_backward(
     return rows, weight, bias
 
 
-implement(_library, GELU_NORM, untraced(_forward), _fake_forward, untraced(_autograd))
-implement(_library, GELU_NORM_BACKWARD, untraced(_backward), _fake_backward)
+implement(_library, GELU_NORM, _forward, _fake_forward, _GeluNorm, "a GELU and its norm")
+implement(_library, GELU_NORM_BACKWARD, _backward, _fake_backward)

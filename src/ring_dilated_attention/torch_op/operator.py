@@ -2,12 +2,18 @@
 
 ``ring_dilated_attention::forward`` and ``ring_dilated_attention::backward`` are the one path of
 every call: eager or compiled, alone or in a group. An operator takes tensors and plain values only,
-so everything else is written down as an `Options` and looked up again when the operator runs. What
+so everything else is written down as `FlatOptions` and looked up again when the operator runs. What
 waits for other ranks happens inside the operators alone, so tracing a call involves no other rank.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,16 +26,14 @@ from ..exchange import (
     refuse_capture,
     settle,
     together,
-    untraced,
 )
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
-from ..resolve import Options, PlannedRows, Resolved, check_integers, resolve
+from ..plan import costs
+from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve
 from ..tiles import accumulate_dtype
-from .agreed import refuse_tensor_in_graphs
-from .derivatives import apply_function, implement, once_differentiable, refuse_tangents
-from .flops import count_flops_of
-from .masks import KNOWN_LENGTHS
+from .agreed import KNOWN_LENGTHS, refuse_in_graphs
+from .derivatives import below_autograd, define, implement, once_differentiable
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,25 +116,22 @@ _OPTIONS = (
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
-_library.define(
+FORWARD = define(
+    _library,
     "forward(Tensor query, Tensor key, Tensor value, Tensor? measured, Tensor? borders, "
     f"{_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
-    "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-FORWARD = torch.ops.ring_dilated_attention.forward.default
 """(query, key, value, measured, borders, *options) -> (out, lse, identity): out as query, lse
 (batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number of the
 call among those of its group, (0,) without a group. measured and borders are None, or integers
 (1-D, on the CPU) that are not known while a graph is traced: in place of the options lengths and
 documents. The other arguments are those that `dilated_attention` has validated."""
-BACKWARD = torch.ops.ring_dilated_attention.backward.default
+BACKWARD = define(
+    _library,
+    "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+)
 """(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
 dvalue), contiguous, each as its input."""
 
@@ -164,31 +165,24 @@ class RingDilatedAttention(torch.autograd.Function):
 
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
-    step s; gradients of step s are returned behind the tiles of step s+1, those of the last two
-    behind local tiles held back for them. A ring does all this for a few heads at a time. Gradients
-    of remote rows are returned in the dtype of the inputs, in which kernels return them; in float32
-    where many tiles add to a row. float32 is float64 for float64 inputs. The lse is returned for
+    step s; gradients of step s are returned behind the tiles of step s+1. A ring does all this for
+    a few heads at a time. Gradients of remote rows are returned in the dtype of the inputs, in
+    which kernels return them; in float32 where many tiles add to a row. float32 is float64 for
+    float64 inputs. The lse is returned for
     use outside of autograd: it is marked non-differentiable.
     """
 
     @staticmethod
-    def forward(  # noqa: D102
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        measured: torch.Tensor | None,
-        borders: torch.Tensor | None,
-        options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return _below_autograd(query, key, value, measured, borders, *options)
+    def forward(*inputs: Any) -> Any:  # noqa: D102
+        return below_autograd(FORWARD, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, measured, borders, options = inputs
+        query, key, value, measured, borders, *options = inputs
         out, lse, identity = output
         ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
-        ctx.options = options
-        ctx.ends = own_exchange(options.group)  # kept for backward, which goes by its name
+        ctx.options = FlatOptions(*options)
+        ctx.ends = own_exchange(ctx.options.group)  # kept for backward, which goes by its name
         ctx.mark_non_differentiable(lse, identity)
 
     @staticmethod
@@ -201,31 +195,10 @@ class RingDilatedAttention(torch.autograd.Function):
             return BACKWARD(*x, *options)
 
         gradients = once_differentiable("dilated_attention", gradient, dout, *ctx.saved_tensors)
-        return *gradients, None, None, None
+        return *gradients, *[None] * (2 + len(options))
 
 
 # In what follows, `measured` and `borders` come first of the options.
-
-
-def _autograd(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    refuse_tangents("dilated_attention", query, key, value)
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    ):
-        inputs = query, key, value, *options[:2], Options(*options[2:])
-        out, lse, identity = apply_function(RingDilatedAttention, *inputs, in_operator=True)
-        return out, lse, identity
-    return _below_autograd(query, key, value, *options)
-
-
-def _below_autograd(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
-        out, lse, identity = FORWARD(query, key, value, *options)
-    return out, lse, identity
 
 
 def _forward(
@@ -240,22 +213,31 @@ def _forward(
             resolved = resolve(named, query, key, ends)
             agreed.shared = resolved.shared
         identity = _identity(named.group, query, scope.call.number)
-        if len(resolved.planned) == 1:
-            call = _ring_call(named, ends, resolved, resolved.planned[0])
-            out, lse = ring_forward(query, key, value, call)
-        else:
-            out, lse, _ = _fake_forward(query, key, value, *options)
-            for some in resolved.planned:
-                rows, call = some.rows, _ring_call(named, ends, resolved, some)
-                out[rows], lse[rows] = ring_forward(query[rows], key[rows], value[rows], call)
+        out, lse = _by_rows(ring_forward, (query, key, value), named, ends, resolved)
         return out, lse, identity
 
 
-def _ring_call(options: Options, ends: Exchange, resolved: Resolved, some: PlannedRows) -> RingCall:
-    _, plan, gathers = some
-    return RingCall(
-        plan, ends, resolved.backend, resolved.scale, gathers, options.workspace, options.detached
-    )
+def _by_rows(
+    ring: Callable[..., Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    options: FlatOptions,
+    ends: Exchange,
+    resolved: Resolved,
+) -> Sequence[torch.Tensor]:
+    """Compute the rows of a batch: those that are equally long together, the others in turn."""
+    whole: list[torch.Tensor] = []
+    for rows, plan, gathers in resolved.planned:
+        call = RingCall(
+            plan, ends, resolved.backend, resolved.scale, gathers,
+            options.workspace, options.detached,
+        )  # fmt: skip
+        if len(resolved.planned) == 1:
+            return ring(*tensors, call)
+        found = ring(*[x[rows] for x in tensors], call)
+        whole = whole or [x.new_empty((len(tensors[0]), *x.shape[1:])) for x in found]
+        for result, part in zip(whole, found, strict=True):
+            result[rows] = part
+    return whole
 
 
 def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
@@ -286,25 +268,20 @@ def _backward(
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
         settle(scope, ends, query.device, later=True)
         resolved = resolve(named, query, key, ends)
-        if len(resolved.planned) == 1:
-            call = _ring_call(named, ends, resolved, resolved.planned[0])
-            return ring_backward(dout, query, key, value, out, lse, call)
-        dquery, dkey, dvalue = _fake_backward(dout, query, key, value)
-        for some in resolved.planned:
-            rows, call = some.rows, _ring_call(named, ends, resolved, some)
-            dquery[rows], dkey[rows], dvalue[rows] = ring_backward(
-                dout[rows], query[rows], key[rows], value[rows], out[rows], lse[rows], call
-            )
+        tensors = dout, query, key, value, out, lse
+        dquery, dkey, dvalue = _by_rows(ring_backward, tensors, named, ends, resolved)
         return dquery, dkey, dvalue
 
 
-def _options(measured: torch.Tensor | None, borders: torch.Tensor | None, *options: Any) -> Options:
-    named = Options(*options)
+def _options(
+    measured: torch.Tensor | None, borders: torch.Tensor | None, *options: Any
+) -> FlatOptions:
+    named = FlatOptions(*options)
     if measured is not None:
-        refuse_tensor_in_graphs("lengths")
+        refuse_in_graphs("lengths in a tensor", "pass a list of ints")
         named = named._replace(lengths=measured.tolist())
     if borders is not None:
-        refuse_tensor_in_graphs("documents")
+        refuse_in_graphs("documents in a tensor", "pass a list of ints")
         named = named._replace(documents=borders.tolist())
     return named
 
@@ -313,7 +290,7 @@ def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, num_heads, _ = query.shape
-    named = Options(*options[2:])
+    named = FlatOptions(*options[2:])
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
         check_integers(named, query.shape, exchange_named(named.group))
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
@@ -326,8 +303,90 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-implement(_library, FORWARD, untraced(_forward), _fake_forward, untraced(_autograd))
-implement(_library, BACKWARD, untraced(_backward), _fake_backward)
+implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
+implement(_library, BACKWARD, _backward, _fake_backward)
 
 
-count_flops_of(torch.ops.ring_dilated_attention.forward, torch.ops.ring_dilated_attention.backward)
+# --- Floating-point operations: what `FlopCounterMode` counts for a call. Useful operations of this
+# rank, as the plan counts them: 4 * head_dim for each (query, key) pair of a head in forward,
+# 10 * head_dim in backward. What a kernel throws away (masked scores of a causal tile) is no work.
+
+
+def _forward_flops(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    measured: Sequence[int] | None,
+    borders: Sequence[int] | None,
+    *options: Any,
+    **_: Any,
+) -> int:
+    """Operations of `FORWARD`, whose arguments these are; shapes stand for the tensors.
+
+    Numbers in `measured` and `borders` are not known: every position counts, in one document.
+    """
+    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in options)
+    shape = tuple(map(int, query))
+    ends = exchange_named(flat.group)
+    flops = 0
+    for rows, plan in plan_rows(flat, shape, int(key[2]), ends.world_size):
+        batch = len(range(shape[0])[rows])
+        size = costs.TensorSize(batch=batch, head_dim=shape[3], element_size=1)
+        flops += costs.flops_of_rank(plan, size, ends.rank)
+    return flops
+
+
+def _backward_flops(
+    dout: Sequence[int],
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    out: Sequence[int],
+    lse: Sequence[int],
+    identity: Sequence[int],
+    *options: Any,
+    **_: Any,
+) -> int:
+    """Operations of `BACKWARD`: scores again, and a product each for dq, dk, dv and d scores."""
+    return _forward_flops(query, key, value, *options) // 2 * 5
+
+
+def _register_flops(counter: ModuleType) -> None:
+    operators = torch.ops.ring_dilated_attention
+    counter.register_flop_formula(operators.forward)(_forward_flops)
+    counter.register_flop_formula(operators.backward)(_backward_flops)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module as the other finders do, once, and runs a function on it when it is loaded."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load, function = spec.loader.exec_module, self._function
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# Importing the counter imports Triton, or warns that there is none. So the formulas are registered
+# when somebody else has imported it: now, or later.
+_COUNTER = "torch.utils.flop_counter"
+if _COUNTER in sys.modules:
+    _register_flops(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _AfterImport(_COUNTER, _register_flops))

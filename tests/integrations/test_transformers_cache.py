@@ -107,7 +107,7 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
     (
         {"attention_mask": LEFT, "prefill_chunk_size": 2},
-        r"first 2 columns .* of row 1 are padding.*chunk_size",
+        r"in row 1, column 2 must be 1 .*prefill_chunk_size must exceed",
     ),
 ]
 

@@ -487,10 +487,7 @@ def _ints_of(args: Any, name: str) -> Sequence[int]:
 def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
     """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention.
 
-    Args:
-        model: what each rank calls with the rows of its shard.
-        path: the model's path in what the user passed, for the message; empty if it is that.
-        ranks: how many share each sequence; 1 refuses nothing.
+    `path` is the model's in what the user passed, for the message; empty if it is that.
     """
     for name, module in model.named_modules() if ranks > 1 else ():
         kinds = [kind.__name__ for kind in type(module).__mro__]
@@ -537,12 +534,7 @@ def _before_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class SharedDropPath(nn.Module):
-    """Stochastic depth that drops the same sequences on every rank, and scales the others up.
-
-    Args:
-        drop_prob: how likely a sequence is dropped.
-        group: the ranks that share each sequence.
-    """
+    """Stochastic depth that drops the same sequences on every rank, and scales the others up."""
 
     def __init__(self, drop_prob: float, group: Group) -> None:
         super().__init__()

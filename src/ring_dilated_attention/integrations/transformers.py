@@ -519,7 +519,7 @@ def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         check_call(module, given, ends.world_size, "images")
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
-    batch = {k: x for k, x in given.items() if isinstance(x, (Tensor, bool))}
+    batch: dict[str, Any] = {k: x for k, x in given.items() if isinstance(x, Tensor | bool)}
     batch = {} if failure else {**batch, "layout": layout_in_words(settings.layout)}
     agree_on_batch(type(module).__name__, batch, ends, failure)
 

@@ -124,7 +124,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         self._sharded = sharded
         self._columns = 0
         self._lengths: list[int] = []
-        self._valid: Tensor | None = None
+        self.valid: Tensor | None = None  # (batch, columns) of a padded prompt
         self._pending: _Pending | None = None
         self._updated: set[int] | None = None  # layers, during a call
 
@@ -152,11 +152,6 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             f"{self.settings.pattern}, {self._columns} columns, lengths {self._lengths}, "
             f"max_length={self._room}, max_rewind={self._max_rewind}, sharded={self._sharded}"
         )
-
-    @property
-    def valid_columns(self) -> Tensor | None:
-        """(batch, columns) of the prompt, True where a column is valid; None: all are."""
-        return self._valid
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far: padding counts, since masks and inputs of ``generate`` have it."""
@@ -226,7 +221,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         """Drop everything: the next call brings a new prompt, of any batch."""
         for kv in self._caches():
             kv.reset()
-        self._columns, self._lengths, self._valid = 0, [], None
+        self._columns, self._lengths, self.valid = 0, [], None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest columns, as assisted generation does with candidates it rejects.
@@ -248,14 +243,14 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 f"{self._max_rewind}); got {count}. For an assistant model set "
                 "num_assistant_tokens_schedule = 'constant' in its generation_config"
             )
-        if self._valid is not None and not bool(self._valid[:, stay:].all()):
+        if self.valid is not None and not bool(self.valid[:, stay:].all()):
             raise ValueError(
                 f"of the newest {count} columns some are padding, which was not kept and cannot be "
                 "taken back: reset() the cache and begin anew"
             )
         for kv in self._caches():
             kv.rewind(count)
-        self._valid = None if self._valid is None else self._valid[:, :stay]
+        self.valid = None if self.valid is None else self.valid[:, :stay]
         self._columns, self._lengths = stay, [n - count for n in self._lengths]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -357,7 +352,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "update it once in each call"
             )
         if not self._columns:
-            self._valid = valid
+            self.valid = valid
         self._columns, self._lengths = self._columns + columns, list(after)
 
     def _caches(self) -> Iterable[DilatedKVCache]:
@@ -370,8 +365,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         for kv in self._caches():
             kv.select(found)
         self._lengths = [self._lengths[row] for row in found]
-        if self._valid is not None:
-            self._valid = self._valid[torch.tensor(found, device=self._valid.device)]
+        if self.valid is not None:
+            self.valid = self.valid[torch.tensor(found, device=self.valid.device)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:
         """A copy with rows of its own, of the same ranks: to go on from one prompt twice."""

@@ -139,18 +139,10 @@ def layout_in_words(layout: SequenceLayout | None) -> str | None:
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments for the decoder (or encoder), made from those of its caller: without a cache.
 
-    Args:
-        module: the model without its head.
-        settings: of `set_attention`.
-        given: arguments of its forward, by name.
-
-    Returns:
-        `given` with global ``position_ids`` (None where the model makes them itself), a 2-D
-        ``attention_mask`` (with one, transformers looks for no documents in a shard),
-        ``use_cache=False`` and a `Call`, without ``cu_seq_lens_q`` and its companions.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
+    `given` get global ``position_ids`` (None where the model makes them itself), a 2-D
+    ``attention_mask`` (with one, transformers looks for no documents in a shard),
+    ``use_cache=False`` and a `Call`, and lose ``cu_seq_lens_q`` and its companions. What is not
+    supported, and ranks that differ, are errors on every rank.
     """
     ends, layout = resolve_exchange(settings.group), settings.layout
     name, failure, rows = type(module).__name__, None, None
@@ -340,10 +332,9 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
 def _documents(
     name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange, first: int
 ) -> list[int] | None:
-    """The documents that restarts of the position ids at `first` begin: the same on every rank.
+    """The documents that restarts of the position ids at `first` begin, the same on every rank.
 
-    Raises:
-        ValueError: ids do not count up, or not alike in all rows; on every rank.
+    Where ids do not count up, or not alike in all rows, a ValueError on every rank.
     """
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
     valid = rows.positions < stops[:, None]
@@ -397,11 +388,8 @@ def pattern_of_heads(
     """The model's pattern for the heads that an attention module has on this rank.
 
     transformers' ``tp_plan`` and torch's ``parallelize_module`` leave each rank a few heads of a
-    layer, of which the module's config says how many there are, and its weights, which.
-
-    Raises:
-        ValueError: there are other heads than the config says, and neither `head_slice` nor the
-            weights say which they are; or query heads are split and KV heads are not.
+    layer, of which the module's config says how many there are, and its weights, which. Where
+    neither `head_slice` nor the weights say it, a ValueError.
     """
     pattern = settings.pattern
     if settings.head_slice is not None:
@@ -448,13 +436,7 @@ def rounded_count(given: dict[str, Any]) -> ValueError | None:
 
 
 def agree_on_loss(name: str, settings: Settings, given: dict[str, Any]) -> None:
-    """Raise on every rank of several if a loss would be that of a shard, see `check_loss`.
-
-    Args:
-        name: of the model's class, for messages.
-        settings: of `set_attention`.
-        given: arguments of the forward of a model with a head, by name.
-    """
+    """Raise on every rank of several if a loss would be that of a shard, see `check_loss`."""
     ends, failure, cached = resolve_exchange(settings.group), None, is_cached(given)
     if ends.world_size == 1:
         return

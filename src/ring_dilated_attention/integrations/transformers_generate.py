@@ -87,18 +87,9 @@ def attend_with_cache(
 ) -> Tensor:
     """Attention of a prompt, or of new tokens to a cache, which has their rows afterwards.
 
-    Args:
-        call: of the model.
-        module: the attention module.
-        tensors: query, key and value as transformers has them, (batch, heads, m, head_dim).
-        is_causal: must be True.
-        scale: factor on the scores; None: head_dim ** -0.5.
-
-    Returns:
-        (batch, m, heads, head_dim).
-
-    Raises:
-        ValueError: the layer is not causal, or its keys are not those that the cache was given.
+    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim); the
+    result is (batch, m, heads, head_dim). A ValueError if the layer is not causal, or its keys are
+    not those that the cache was given.
     """
     layer = call.cache.taken(module, *tensors[1:])
     if not is_causal:
@@ -129,11 +120,7 @@ def attend_with_cache(
 
 
 def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
-    """Behind a decoder: hidden states in the order of the input, the same on every rank.
-
-    Returns:
-        None, or `output`, of its forward, changed in place.
-    """
+    """Behind a decoder: `output`, its hidden states in the order of the input, on every rank."""
     call.cache.finish(call.after, call.columns, call.valid)
     if call.layout is None and call.firsts is None:
         return None
@@ -189,19 +176,10 @@ def prepared_with_cache(
 ) -> dict[str, Any]:
     """The arguments for a decoder that is called with a cache, made from those of its caller.
 
-    Args:
-        module: the model without its head.
-        settings: of `set_attention`.
-        given: arguments of its forward, by name, the same on every rank; under `NAME`, of how
-            many columns at the end its head wants hidden states.
-
-    Returns:
-        `given` with this rank's shard of a prompt, or the whole of later tokens; their
-        ``position_ids``, the cache, and a `CachedCall`.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
-        RuntimeError: gradients are enabled; on every rank.
+    `given` are the same on every rank, under `NAME` of how many columns at the end the head wants
+    hidden states. They get this rank's shard of a prompt, or the whole of later tokens, with their
+    ``position_ids``, the cache, and a `CachedCall`. What is not supported, gradients, and ranks
+    that differ are errors on every rank.
     """
     ends, name = resolve_exchange(settings.group), type(module).__name__
     failure, call, words = None, None, None
@@ -238,16 +216,8 @@ def prepare_cache_for_generation(
 ) -> None:
     """What ``generate`` calls to make its cache: a `DilatedCache` with room for all it may need.
 
-    Args:
-        model: with `set_attention`.
-        generation_config: of ``generate``.
-        model_kwargs: arguments for the model; a cache is put into it.
-        generation_mode: of ``generate``.
-        batch_size: not used: the prompt has it.
-        max_cache_length: columns that may be cached.
-
-    Raises:
-        ValueError: another kind of cache is asked for, or a prompt is padded on the right.
+    It is put into `model_kwargs`. A ValueError where another kind of cache is asked for, or a
+    prompt is padded on the right.
     """
     if generation_config.use_cache is False:
         return
@@ -351,21 +321,15 @@ def _later(
         padding = check_padding(mask, Rows(batch, torch.arange(before + count, device=device), 0))
         assert padding is not None
         expected = torch.zeros_like(padding)
-        if cache.valid_columns is not None:
-            expected[:, : cache.valid_columns.shape[1]] = ~cache.valid_columns
+        if cache.valid is not None:
+            expected[:, : cache.valid.shape[1]] = ~cache.valid
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
-            if cache.lengths[row] == 0 and padding[row, column]:
-                raise ValueError(
-                    f"the first {before} columns of a text must have a valid token of every row, "
-                    f"but those of row {row} are padding, and so is column {column}: give a larger "
-                    "prefill_chunk_size, above the longest padding on the left"
-                )
             raise ValueError(
                 "attention_mask must be that of the prompt, and 1 for the tokens behind it: a KV "
                 f"cache has no padding between tokens; in row {row}, column {column} must be "
-                f"{int(not expected[row, column])}. Without a mask generate takes pad_token_id for "
-                "padding: pass attention_mask where that token is in the text"
+                f"{int(not expected[row, column])} ({_PAD_TOKEN}; prefill_chunk_size must exceed "
+                "the padding on the left)"
             )
     lengths = cache.lengths[:1] if len(set(cache.lengths)) == 1 else cache.lengths
     ids = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
@@ -397,8 +361,7 @@ def _prompt(
     if valid is not None and not torch.equal(valid, (places >= 0) & (places < stops)):
         raise ValueError(
             "attention_mask must be 1 at columns side by side, with padding on the left or on the "
-            "right; in some row it is 0 between them (without a mask, generate takes pad_token_id "
-            "for padding: pass attention_mask where that token is in the text)"
+            f"right; in some row it is 0 between them ({_PAD_TOKEN})"
         )
     _check_position_ids(given, places, valid, batch)
     layout, width, positions = None, count, rows.positions

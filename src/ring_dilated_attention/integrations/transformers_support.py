@@ -314,10 +314,7 @@ IMAGES_ON_RANKS: tuple[_Row, ...] = (
 def check_model(model: Any, base: Any, ranks: int) -> None:
     """Raise a ValueError, which says what the model has, unless `set_attention` supports it.
 
-    Args:
-        model: with or without a head.
-        base: the same without its head.
-        ranks: that share each sequence.
+    `base` is the model without its head, the same where it has none.
     """
     images, where = takes_images(base), f" on {ranks} ranks" if ranks > 1 else ""
     more = (IMAGES_ON_RANKS if images else TEXT_ON_RANKS) if where else ()
@@ -385,11 +382,8 @@ is given and is not here is refused."""
 def check_arguments(module: Any, given: dict[str, Any], ranks: int, *calls: str) -> None:
     """Raise a ValueError for arguments that mean nothing here, or a model that was changed.
 
-    Args:
-        module: the model without its head.
-        given: arguments of its forward, by name.
-        ranks: that share each sequence.
-        calls: of which kinds this one is, "cached" or "images".
+    `module` is the model without its head, `given` are the arguments of its forward, and `calls`
+    says of which kinds this call is, "cached" or "images".
     """
     config, several = module.config, ranks > 1
     if config._attn_implementation != NAME:
@@ -437,49 +431,42 @@ def _unlike_tokens(base: Any) -> str:
 def check_loss(name: str, given: dict[str, Any], ranks: int) -> None:
     """Raise a ValueError if a loss, or a choice of logits, would be that of a shard alone.
 
-    Args:
-        name: of the class of a model with a head.
-        given: arguments of its forward, by name, of a call without a KV cache.
-        ranks: more than one.
+    `name` is the class of a model with a head, `given` are the arguments of its forward without a
+    KV cache on `ranks` > 1.
     """
     has = {key for key, value in given.items() if value is not None}
     labels, shifts, kept = "labels" in has, learns_next(name), given.get("logits_to_keep")
-    rows = (
-        (
-            labels and shifts and "shift_labels" not in has,
+    why = ""
+    if labels and shifts and "shift_labels" not in has:
+        why = (
             "labels need shift_labels: a shard's last label is on another rank; shard_batch gives "
-            "it. Got shift_labels=None",
-        ),
-        (
-            labels and "num_items_in_batch" not in has,
+            "it. Got shift_labels=None"
+        )
+    elif labels and "num_items_in_batch" not in has:
+        why = (
             "labels need num_items_in_batch: what labels_per_rank returns, the labels of all ranks "
-            "over the number of ranks. Got num_items_in_batch=None",
-        ),
-        (
-            labels and not shifts and "shift_labels" in has,
+            "over the number of ranks. Got num_items_in_batch=None"
+        )
+    elif labels and not shifts and "shift_labels" in has:
+        why = (
             f"the labels of {name} are those of the tokens themselves: make the batch with "
-            "shard_batch(..., shift_labels=False); got shift_labels",
-        ),
-        (
-            labels and not shifts and given.get("return_dict") is False,
-            f"the loss of {name} needs return_dict=True; got False",
-        ),
-        (
-            not labels and "shift_labels" in has,
+            "shard_batch(..., shift_labels=False); got shift_labels"
+        )
+    elif labels and not shifts and given.get("return_dict") is False:
+        why = f"the loss of {name} needs return_dict=True; got False"
+    elif not labels and "shift_labels" in has:
+        why = (
             "shift_labels need labels; got labels=None. The Trainer takes them out for "
             "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
-            "compute such a loss from the logits and shift_labels, which are shifted, without "
-            "passing them to the model",
-        ),
-        (
-            isinstance(kept, Tensor) or bool(kept),
+            "compute such a loss from the logits and shift_labels, without giving them the model"
+        )
+    elif isinstance(kept, Tensor) or kept:
+        why = (
             "logits_to_keep must be 0, since it counts the rows of a shard unless there is a KV "
-            f"cache: generate, which passes it, needs use_cache=True on ranks; got {kept!r}",
-        ),
-    )
-    for refused, why in rows:
-        if refused:
-            raise ValueError(f"on {ranks} ranks {why}")
+            f"cache: generate, which passes it, needs use_cache=True on ranks; got {kept!r}"
+        )
+    if why:
+        raise ValueError(f"on {ranks} ranks {why}")
 
 
 # --- the pattern in a config

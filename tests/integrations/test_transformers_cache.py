@@ -101,8 +101,6 @@ def test_steps_that_are_refused_leave_the_cache_as_it_was(name):
 
 GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "static"}, "must be None; got 'static'"),
-    ({"cache_implementation": "offloaded"}, "must be None; got 'offloaded'"),
-    ({"cache_implementation": "quantized"}, "must be None; got 'quantized'"),
     ({CACHE: transformers.DynamicCache()}, r"be a DilatedCache.* Got DynamicCache"),
     ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
     (

@@ -512,7 +512,8 @@ def test_generate_says_that_the_cache_is_that_of_the_part(build, needs):
 
 def test_a_saved_part_comes_back_by_the_name_of_its_config(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    model, given, name = *llava(), "ring_dilated_attention"
+    name = "ring_dilated_attention"
+    model, given = llava()
     set_attention(model.model.language_model, PATTERN)
     want = logits(model, given)
     model.save_pretrained(tmp_path)

@@ -239,7 +239,6 @@ def test_attention_refuses(changes, message):
     ("arguments", "message"),
     [
         ({"or_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask or_masks"),
-        ({"and_mask_function": lambda b, h, q, k: q >= 0}, "Got the mask and_masks"),
         ({"block_sequence_ids": IDS[:1]}, "Got the mask or_masks"),
         ({"position_ids": restarts(20, 21)}, r"call set_attention\(model, pattern\) first"),
         ({"allow_is_causal_skip": False}, "Got the mask causal_mask_function"),
@@ -297,7 +296,6 @@ MODEL_REFUSALS: dict[str, Any] = {
     "an additive mask": ({"attention_mask": torch.zeros(2, LENGTH)}, "torch.float32"),
     "a mask of documents": ({"attention_mask": LEFT + 1}, "0 and 1 only .* got 2"),
     "a mask of each layer": ({"attention_mask": {}}, "must be a tensor .* got dict"),
-    "a short mask": ({"attention_mask": LEFT[:, 1:]}, r"got \(2, 40\)"),
     "rows packed otherwise": (
         {"position_ids": torch.cat([restarts(20, 21), restarts(21, 20)])},
         "same positions in every row of the batch; in row 0, position 21 .* must have 0; got 1",
@@ -317,7 +315,6 @@ MODEL_REFUSALS: dict[str, Any] = {
     "output_attentions": ({"output_attentions": True}, "output_attentions must be Fal"),
     "head_mask": ({"head_mask": torch.ones(4)}, "head_mask must be None"),
     "other hidden states": ({"encoder_hidden_states": torch.ones(2, 41, 32)}, "no cross-attention"),
-    "their mask": ({"encoder_attention_mask": LEFT}, "no cross-attention"),
     "softcap": ({"softcap": 3.0}, r"does not support softcap \(float\)"),
     "no input": ({"input_ids": None}, "needs input_ids"),
     "an empty shard": ({"input_ids": IDS[:, :0]}, r"no empty shards.* \(2, 0\)"),

@@ -80,7 +80,6 @@ from .transformers_support import (
     Positions,
     check_model,
     erase,
-    layout_kind,
     learns_next,
     saved,
     takes_images,
@@ -128,7 +127,7 @@ def set_attention(
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
     counts for prompts of its length; others are sharded zigzag.
 
-    The config gets the pattern and the kind of the layout, so ``save_pretrained`` keeps them.
+    The config gets the pattern, so ``save_pretrained`` keeps it.
 
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
@@ -167,8 +166,7 @@ def set_attention(
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}{around}"
         )
-    kept = None if pattern is not None else saved(model.config)
-    pattern = kept[0] if kept else pattern
+    pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
         raise ValueError(
             f"pattern must be given: the config of this {type(model).__name__} holds none"
@@ -205,7 +203,7 @@ def set_attention(
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
-    write(model.config, pattern, kept[1] if kept and layout is None else layout_kind(layout))
+    write(model.config, pattern)
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -222,9 +220,7 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     model = without_adapters(model)
-    settings = replace(_settings_of(model), layout=layout)
-    _tell(model, settings)
-    write(model.config, settings.pattern, layout_kind(layout))
+    _tell(model, replace(_settings_of(model), layout=layout))
 
 
 def remove_attention(
@@ -557,7 +553,7 @@ def _restore_when_made() -> None:
         if implementation != NAME:
             raise ValueError(
                 f"the config says that this {type(model).__name__} has the dilated pattern "
-                f"{found[0]}, but attn_implementation is {implementation!r}, which computes "
+                f"{found}, but attn_implementation is {implementation!r}, which computes "
                 f"another function: pass attn_implementation={NAME!r}, or, where this model is "
                 f"part of another, {{'text_config': {NAME!r}}} with the name of its config in that "
                 f"of the whole; if you want the other attention, a config without the pattern: del "

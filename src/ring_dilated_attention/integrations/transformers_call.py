@@ -456,7 +456,8 @@ def agree_on_loss(name: str, settings: Settings, given: dict[str, Any]) -> None:
     agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
 
 
-class Labels(NamedTuple):
+@dataclass(frozen=True, eq=False)  # no tuple: FSDP would round the divisor in it
+class Labels:
     """What the loss of a call needs, which goes with the call to the hook behind the head.
 
     Attributes:

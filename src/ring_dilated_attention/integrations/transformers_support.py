@@ -5,7 +5,7 @@ call, for what only a call shows. Each row says what is refused, and why.
 
 ``config.json`` gets two entries. ``attn_implementation`` names this package's attention, so that
 transformers itself refuses to load the model where nobody has registered that name. The other one
-has the pattern with all its options and the kind of the layout.
+has the pattern with all its options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, in_brief
 
 NAME = "ring_dilated_attention"
@@ -188,11 +187,11 @@ def _no_attention(model: Any, base: Any) -> str:
 
 def _other_attention(model: Any, base: Any) -> str:
     """Options of attention and the layers that have them: "sliding_window=4096 in layers 0, 2"."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}  # layers as keys: once each, in order
     kinds = _layer_types(model)
     for index, kind in enumerate(kinds):
         if kind.endswith("attention") and kind not in _WHOLE_ATTENTION:
-            found.setdefault(kind, []).append(str(index))
+            found.setdefault(kind, {})[str(index)] = None
     for path, module in _attention_modules(base):
         layer = next((part for part in path.split(".") if part.isdecimal()), path)
         for name in _OPTIONS:
@@ -201,7 +200,7 @@ def _other_attention(model: Any, base: Any) -> str:
                 value = getattr(getattr(module, "config", None), name, None)  # as Mistral's
             if value is not None:
                 got = name if isinstance(value, Tensor) else f"{name}={value}"
-                found.setdefault(got, []).append(layer)
+                found.setdefault(got, {})[layer] = None
     return "; ".join(f"{got} in layers {', '.join(layers)}" for got, layers in found.items())
 
 
@@ -410,8 +409,8 @@ def check_arguments(module: Any, given: dict[str, Any], ranks: int, *calls: str)
 
 def _unlike_tokens(base: Any) -> str:
     """Adapters and noise that a shard would change; they may come behind `set_attention`."""
-    alpha = getattr(base.get_input_embeddings(), "neftune_noise_alpha", None)
-    if base.training and alpha:
+    embeddings = base.get_input_embeddings() if base.training else None
+    if alpha := getattr(embeddings, "neftune_noise_alpha", None):
         return f"neftune_noise_alpha {alpha!r}, noise whose size goes by the length of a shard"
     peft = sys.modules.get("peft")
     if peft is None:
@@ -481,20 +480,10 @@ def _pattern_entry(pattern: DilatedPattern) -> dict[str, Any]:
     return {name: list(x) if isinstance(x, tuple) else x for name, x in values}
 
 
-def layout_kind(layout: SequenceLayout | None) -> str:
-    """``"contiguous"``, which None means too, ``"zigzag"``, or ``"custom"``: other ranges."""
-    if layout is None:
-        return "contiguous"
-    for kind in (SequenceLayout.contiguous, SequenceLayout.zigzag):
-        if layout == kind(layout.length, layout.world_size):
-            return kind.__name__
-    return "custom"
-
-
-def write(config: Any, pattern: DilatedPattern, kind: str) -> None:
-    """Note a pattern and the kind of a layout, see `layout_kind`, in a config of transformers."""
+def write(config: Any, pattern: DilatedPattern) -> None:
+    """Note a pattern in a config of transformers, which is changed in place."""
     config.attn_implementation = NAME
-    setattr(config, NAME, {"pattern": _pattern_entry(pattern), "layout": kind, "load": _LOAD})
+    setattr(config, NAME, {"pattern": _pattern_entry(pattern), "load": _LOAD})
 
 
 def erase(config: Any) -> None:
@@ -503,8 +492,8 @@ def erase(config: Any) -> None:
         vars(config).pop(name, None)
 
 
-def saved(config: Any) -> tuple[DilatedPattern, str] | None:
-    """The pattern and the kind of layout that `write` has put into a config; None: nothing.
+def saved(config: Any) -> DilatedPattern | None:
+    """The pattern that `write` has put into a config; None: there is none.
 
     Raises:
         ValueError: the entry is not one that `write` makes.
@@ -520,7 +509,7 @@ def saved(config: Any) -> tuple[DilatedPattern, str] | None:
             f"writes it; got {got}"
         )
     try:
-        return DilatedPattern(**options), str(entry.get("layout", "contiguous"))
+        return DilatedPattern(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config.{NAME} holds no pattern: {error}") from None
 
@@ -529,9 +518,8 @@ def check_same_pattern(config: Any, pattern: DilatedPattern) -> None:
     """Raise a ValueError unless a config holds a model's pattern: what is saved is right."""
     entry = vars(config).get(NAME)
     if not isinstance(entry, dict) or entry.get("pattern") != _pattern_entry(pattern):
-        found = saved(config)
         raise ValueError(
             f"set_attention gave this model the pattern {pattern}, but its config has "
-            f"{found[0] if found else 'none'}: models that share one config object share its "
+            f"{saved(config) or 'none'}: models that share one config object share its "
             "pattern; make each with copy.deepcopy(config), or call set_attention again"
         )

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (700, 5),
     "engine": (3_308, 10),
     "exchange": (4_531, 19),
-    "integrations": (4_051, 11),
+    "integrations": (4_053, 11),
     "kernels": (3_954, 11),
     "nn": (3_863, 16),
     "parallel": (1_100, 4),

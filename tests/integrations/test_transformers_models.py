@@ -56,8 +56,10 @@ def learnt(kind="plain", labels=61, family="Bert"):
     return batch
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed and padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(x, "padded") for x in FAMILIES] + [(x, "packed and padded") for x in ("Bert", "Roberta")],
+)
 def test_any_ranks_have_one_loss_and_gradient(family, kind):
     model, batch = encoder(family), learnt(kind, family=family)
     if kind == "padded":  # also what transformers computes
@@ -319,24 +321,22 @@ def llava():
     return model, {**text_and_image(), "pixel_values": images}
 
 
-def qwen(family="Qwen2VL"):
+def qwen():
     """A model whose positions have three dimensions, which it computes from the images."""
     torch.manual_seed(0)
     vision = {
         **{"depth": 1, "num_heads": 4, "hidden_size": 32, "patch_size": 4},
         **{"spatial_merge_size": 2, "temporal_patch_size": 2},
     }
-    vision |= {"embed_dim": 32, "mlp_ratio": 2} if family == "Qwen2VL" else {}
-    if family != "Qwen2VL":
-        vision |= {"out_hidden_size": 32, "intermediate_size": 48}
+    vision |= {"embed_dim": 32, "mlp_ratio": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    config = getattr(transformers, f"{family}Config")(
+    config = transformers.Qwen2VLConfig(
         vision_config=vision,
         text_config={**TEXT, "head_dim": 8, "rope_parameters": rope},
         **{"image_token_id": IMAGE, "video_token_id": 97, "vision_start_token_id": START},
         vision_end_token_id=95,
     )
-    model = in_double(getattr(transformers, f"{family}ForConditionalGeneration")(config))
+    model = in_double(transformers.Qwen2VLForConditionalGeneration(config))
     given = text_and_image()
     return model, {
         **given,
@@ -361,7 +361,7 @@ def padded(given):
     return {**given, "attention_mask": mask}
 
 
-MADE = {"llava": llava, "qwen2": qwen, "qwen2.5": lambda: qwen("Qwen2_5_VL")}
+MADE = {"llava": llava, "qwen2": qwen}
 
 
 @pytest.mark.parametrize("name", MADE)

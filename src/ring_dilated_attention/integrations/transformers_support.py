@@ -46,6 +46,8 @@ _WHOLE_ATTENTION = {"full_attention", "linear_attention", "attention"}
 of its own."""
 _OPTIONS = ("sliding_window", "attn_logit_softcapping", "sinks")
 """Attributes of attention modules (the first one also of their config) that change attention."""
+_WITHOUT_USE = ("MoshiAttention",)
+"""Attention modules that have a window and do not use it."""
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 
 
@@ -198,7 +200,7 @@ def _other_attention(model: Any, base: Any) -> str:
             value = getattr(module, name, None)
             if name == _OPTIONS[0] and not kinds and not hasattr(module, name):
                 value = getattr(getattr(module, "config", None), name, None)  # as Mistral's
-            if value is not None:
+            if value is not None and not _is_one_of(module, _WITHOUT_USE):
                 got = name if isinstance(value, Tensor) else f"{name}={value}"
                 found.setdefault(got, {})[layer] = None
     return "; ".join(f"{got} in layers {', '.join(layers)}" for got, layers in found.items())

@@ -318,7 +318,7 @@ FORWARD_REFUSALS: dict[str, Any] = {
     "incremental_state": ({}, "incremental_state must be None"),
     "attn_mask": (torch.zeros(9, 9), "attn_mask must be None; .*is False: set"),
     "rel_pos": (torch.zeros(8, 9, 9), "rel_pos must be None"),
-    "is_first_step": (True, "is_first_step must be False; got True"),
+    "is_first_step": (True, "is_first_step must be False; .* got True"),
     "key_padding_mask": (PADDED_LEFT, "right padding"),
     "query": (torch.zeros(1, 9, 31), r"query must have shape .* 32\); got \(1, 9, 31\)"),
     "key": (torch.zeros(9, 32), r"key must have shape .* got \(9, 32\)"),

@@ -1,6 +1,7 @@
 """transformers' models with this package's attention: as with theirs, and on any ranks."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -43,26 +44,52 @@ from ring_dilated_attention.integrations.transformers import (
 from ring_dilated_attention.integrations.transformers_call import SETTINGS
 from ring_dilated_attention.nn import keep_attention
 
-# --- one device: the same as transformers' own
+# --- as transformers' own attention, and on any ranks as on one
+
+LATENT = {  # in which rows of values are half as wide as those of keys
+    "num_key_value_heads": 4,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 12),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "first_k_dense_replace": 2,
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    **{key: {} for key in ("Qwen2", "Qwen3", "Olmo2")},
+    **{key: {"sliding_window": None} for key in ("Mistral", "Mixtral")},
+    "DeepseekV3": LATENT,
+    "GPT2": {"head": "LMHeadModel", "scale_attn_by_inverse_layer_idx": True},
+    "Bert": {"head": "LMHeadModel", "is_decoder": True},
+}
+KINDS = ["plain", "packed", "padded", "packed and padded"]
+CASES = [("Llama", kind) for kind in KINDS] + [(family, "padded") for family in DECODERS]
 
 
-@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Qwen3"])
-def test_dense_is_what_transformers_computes(family, kind, theirs):
-    model = make(family, **({"sliding_window": None} if family == "Mistral" else {}))
-    for layer in model.model.layers:
-        layer.self_attn.scaling = 0.21
-    set_attention(model, DENSE)
-    batch = batch_of(kind)
-    logits, loss, gradients = step(model, batch)
-    remove_attention(model, theirs)
-    assert not hasattr(model.config, "ring_dilated_attention")
-    want_logits, want_loss, want = step(model, batch, use_cache=False)
-    valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
-    assert relative_error(logits[valid], want_logits[valid]) < IN_FLOAT32
-    assert relative_error(loss, want_loss) < IN_FLOAT32
-    check_gradients(gradients, want, SUMMED_IN_FLOAT32)
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_as_transformers_and_on_any_ranks(family, kind):
+    """Logits, loss and gradients: dense against eager attention, a pattern on ranks against one."""
+    model, batch = make(family, **DECODERS.get(family, {})).eval(), batch_of(kind)
+    errors = IN_FLOAT32, SUMMED_IN_FLOAT32
+    if family == "Mixtral":  # its experts compute in float32 at most
+        model, errors = model.float(), (SUMMED_IN_FLOAT32, 10 * SUMMED_IN_FLOAT32)
+    if family == "Llama":
+        for layer in model.model.layers:
+            layer.self_attn.scaling = 0.21
+    if kind != "packed and padded":  # which transformers cannot
+        set_attention(model, DENSE)
+        logits, loss, gradients = step(model, batch)
+        remove_attention(model, "eager")
+        assert not hasattr(model.config, "ring_dilated_attention")
+        want_logits, want_loss, want = step(model, batch, use_cache=False)
+        valid = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
+        assert relative_error(logits[valid], want_logits[valid]) < errors[0]
+        assert relative_error(loss, want_loss) < errors[0]
+        check_gradients(gradients, want, errors[1])
+    set_attention(model, PATTERN)
+    for name in LAYOUTS if family == "Llama" else ["zigzag 3"]:
+        check_ranks(model, LAYOUTS[name], batch, *errors)
+    if family == "DeepseekV3":
+        with pytest.raises(ValueError, match="no DilatedCache"), torch.no_grad():
+            model(batch["input_ids"][:1], use_cache=True)
 
 
 def test_documents_of_padded_rows_are_sequences_on_their_own():
@@ -168,24 +195,6 @@ def test_half_precision():
 # --- many ranks
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded", "packed and padded"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_any_ranks_have_one_loss_and_gradient(name, kind):
-    model = make()
-    set_attention(model, PATTERN)
-    check_ranks(model, LAYOUTS[name], batch_of(kind))
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Mistral", "Qwen3", "Olmo2", "Mixtral"])
-def test_any_ranks_of_other_models(family):
-    changes = {"sliding_window": None} if family in ("Mistral", "Mixtral") else {}
-    model, error = make(family, **changes), IN_FLOAT32
-    if family == "Mixtral":  # its experts compute in float32 at most
-        model, error = model.float(), SUMMED_IN_FLOAT32
-    set_attention(model, PATTERN)
-    check_ranks(model, LAYOUTS["zigzag 3"], batch_of("packed"), error, 10 * error)
-
-
 def test_no_layout_is_equal_shards_and_a_shard_gets_its_positions():
     model, ids = make(), batch_of("plain")["input_ids"][:, :40]
     set_attention(model, PATTERN)
@@ -207,38 +216,6 @@ def test_a_layout_for_each_length():
             assert relative_error(got, want) < IN_FLOAT32
 
     on_group(model, 3, run)
-
-
-LATENT = {  # in which rows of values are half as wide as those of keys
-    "num_key_value_heads": 4,
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 12),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
-    **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
-    "first_k_dense_replace": 2,
-}
-
-
-def test_values_may_be_narrower_than_keys():
-    model, batch = make("DeepseekV3", **LATENT), batch_of("padded")
-    set_attention(model, DENSE)
-    _, loss, gradients = step(model, batch)
-    remove_attention(model, "eager")
-    _, want, expected = step(model, batch, use_cache=False)
-    assert relative_error(loss, want) < IN_FLOAT32
-    check_gradients(gradients, expected, SUMMED_IN_FLOAT32)
-    set_attention(model, PATTERN)
-    check_ranks(model, LAYOUTS["zigzag 3"], batch)
-    with pytest.raises(ValueError, match="no DilatedCache"), torch.no_grad():
-        model.eval()(batch["input_ids"][:1], use_cache=True)
-
-
-@pytest.mark.parametrize("family", ["GPT2", "Bert"])
-def test_any_ranks_of_a_head_by_an_older_name(family):
-    """Models with embeddings of positions, whose heads are called LMHeadModel."""
-    changes = {"scale_attn_by_inverse_layer_idx": True, "is_decoder": True}  # GPT-2's and BERT's
-    model = make(family, head="LMHeadModel", **changes).eval()
-    set_attention(model, PATTERN)
-    check_ranks(model, LAYOUTS["uneven"], batch_of("packed and padded"))
 
 
 @pytest.mark.filterwarnings(  # dynamo's own look at tensors behind a graph break

@@ -101,13 +101,11 @@ def test_steps_that_are_refused_leave_the_cache_as_it_was(name):
 
 GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "static"}, "must be None; got 'static'"),
-    ({"cache_implementation": "offloaded"}, "must be None; got 'offloaded'"),
-    ({"cache_implementation": "quantized"}, "must be None; got 'quantized'"),
     ({CACHE: transformers.DynamicCache()}, r"be a DilatedCache.* Got DynamicCache"),
     ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
     (
         {"attention_mask": LEFT, "prefill_chunk_size": 2},
-        r"first 2 columns .* of row 1 are padding.*chunk_size",
+        r"in row 1, column 2 must be 1 .*prefill_chunk_size must exceed",
     ),
 ]
 
@@ -118,27 +116,30 @@ def test_generate_refuses(changes, message):
         ready().generate(IDS, max_new_tokens=3, **changes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 0}, "max_length must be"),
-        ({"max_rewind": -1}, "max_rewind must be >= 0, got -1"),
-        ({"max_rewind": 1.5}, "max_rewind"),
-        ({"sharded": 1}, "sharded must be a bool or None, got 1"),
-    ],
-)
-def test_making_a_cache_is_refused(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        DilatedCache(ready(), **options)
-
-
-def test_making_a_cache_of_other_models_is_refused():
-    with pytest.raises(ValueError, match=r"call set_attention\(model, pattern\) first; .* Llama"):
-        DilatedCache(make(attn_implementation="sdpa"))
+def mixer():
     model = ready()
     model.model.layers[1].mlp.mixer = nn.Conv1d(4, 4, 3)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has layers.1.mlp.mixer"):
-        DilatedCache(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (ready, {"max_length": 0}, "max_length must be"),
+        (ready, {"max_rewind": -1}, "max_rewind must be >= 0, got -1"),
+        (ready, {"max_rewind": 1.5}, "max_rewind"),
+        (ready, {"sharded": 1}, "sharded must be a bool or None, got 1"),
+        (
+            lambda: make(attn_implementation="sdpa"),
+            {},
+            r"call set_attention\(model, pattern\) first",
+        ),
+        (mixer, {}, r"LlamaForCausalLM has model.layers.1.mlp.mixer \(Conv1d"),
+    ],
+)
+def test_making_a_cache_is_refused(build, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        DilatedCache(build(), **options)
 
 
 @torch.no_grad()
@@ -159,8 +160,6 @@ def test_a_cache_of_another_attention_is_refused():
 CHANGES: dict[str, Any] = {
     "repeated": lambda keys, values: (keys.repeat(1, 2, 1, 1), values.repeat(1, 2, 1, 1)),
     "scaled": lambda keys, values: (keys * 2, values),
-    "copied": lambda keys, values: (keys, values.clone()),
-    "swapped": lambda keys, values: (values, keys),
 }
 
 
@@ -179,7 +178,7 @@ def test_keys_that_are_changed_on_their_way_are_refused(name, monkeypatch):
 def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
     model = ready()
     model.model.layers[1].self_attn.layer_idx = 0
-    with torch.no_grad(), pytest.raises(ValueError, match=r"layer 0 .* has done so before"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layer 0 updates the KV cache again"):
         model(IDS, use_cache=True)
 
     def forgetful(self, key, value, layer_idx, **rest):
@@ -296,12 +295,6 @@ def test_what_a_cache_tells():
     assert repr(cache).startswith("DilatedCache((8, 1) (19, 2), 44 columns, lengths [44, 40]")
     with pytest.raises(TypeError, match="shallow copy of a DilatedCache"):
         copy.copy(cache)
-    layer = cache.layers[0]
-    assert (layer.get_seq_length(), layer.get_max_length()) == (44, -1)
-    assert layer.get_mask_sizes(1) == (45, 0)
-    for refused in (layer.update, layer.offload, layer.prefetch):
-        with pytest.raises(NotImplementedError, match="DilatedCache"):
-            refused()
 
 
 # --- ranks

@@ -27,7 +27,6 @@ from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
     remove_attention,
     set_attention,
-    set_layout,
 )
 
 PATTERNS = {
@@ -46,10 +45,10 @@ def _quiet(monkeypatch):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def saved(tmp_path, pattern=PATTERN, layout=None, **changes):
+def saved(tmp_path, pattern=PATTERN, **changes):
     """A model, and where it was saved."""
     model = make(**changes)
-    set_attention(model, pattern, layout=layout)
+    set_attention(model, pattern)
     model.save_pretrained(tmp_path)
     return model, tmp_path
 
@@ -69,30 +68,6 @@ def test_every_option_of_a_pattern_comes_back(tmp_path, name):
     assert all(map(torch.equal, found, gradients))
     loaded.save_pretrained(tmp_path / "again")
     assert config_of(tmp_path / "again") == config_of(path)
-
-
-def test_what_a_config_has():
-    model = make()
-    for kind, layout in {
-        "contiguous": SequenceLayout.contiguous(9, 1),
-        "zigzag": SequenceLayout.zigzag(9, 2),
-        "custom": SequenceLayout([[(3, 9)], [(0, 3)]]),
-    }.items():
-        set_attention(model, PATTERN)
-        assert model.config.ring_dilated_attention["layout"] == "contiguous"
-        set_layout(model, layout)
-        entry = model.config.ring_dilated_attention
-        assert (entry["pattern"]["segment_lengths"], entry["layout"]) == ([8, 19, None], kind)
-
-
-def test_a_restored_model_keeps_the_kind_of_its_layout(tmp_path):
-    _, path = saved(tmp_path)
-    config = AutoConfig.from_pretrained(path)
-    config.ring_dilated_attention["layout"] = "zigzag"
-    loaded = AutoModelForCausalLM.from_pretrained(path, config=config)
-    assert loaded.config.ring_dilated_attention["layout"] == "zigzag"
-    set_attention(loaded, layout=SequenceLayout.contiguous(LENGTH, 1))
-    assert loaded.config.ring_dilated_attention["layout"] == "contiguous"
 
 
 def test_without_the_head_and_from_a_config(tmp_path):
@@ -124,11 +99,6 @@ def test_a_restored_model_trains_on_ranks_with_its_own_pattern(tmp_path):
     loss = check_ranks(loaded, SequenceLayout.zigzag(LENGTH, 2), batch)
     set_attention(loaded)  # None: the config's pattern
     assert torch.equal(step(loaded, batch)[1], loss)
-
-
-def test_set_attention_without_any_pattern_is_refused():
-    with pytest.raises(ValueError, match="pattern must be given: the config of this LlamaForCa"):
-        set_attention(make())
 
 
 def test_another_attention_for_a_saved_pattern_is_refused(tmp_path):

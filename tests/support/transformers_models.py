@@ -78,6 +78,48 @@ class UnnamedForCausalLM(Unnamed):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+def encoder(family="Bert", head="ForMaskedLM", **changes):
+    """A small encoder without dropout, in float64, whose weights tell positions apart."""
+    names = {
+        **{"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},  # DistilBert's
+        **{"dropout": 0.0, "attention_dropout": 0.0},
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"intermediate_size": 48, "embedding_size": 32, "vocab_size": 61},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        **{"pad_token_id": 1, "num_labels": 5, "attn_implementation": "sdpa"},
+    }
+    config = getattr(transformers, f"{family}Config")(**{**names, **changes})
+    torch.manual_seed(0)
+    options = {"add_pooling_layer": False} if head == "Model" and family == "Bert" else {}
+    model = getattr(transformers, f"{family}{head}")(config, **options)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def vision(family, pools=False, head="", **changes):
+    """A small model of images of 24 x 24 in float64; ViT's have a class token in front."""
+    torch.manual_seed(0)
+    sizes = {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"intermediate_size": 48, "image_size": 24, "patch_size": 4},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        **{"attn_implementation": "sdpa", **changes},
+    }
+    if family == "Siglip":
+        config = transformers.SiglipVisionConfig(**sizes, vision_use_head=pools)
+        model = transformers.SiglipVisionModel(config)
+    else:
+        options = {"add_pooling_layer": pools} if family == "ViT" and not head else {}
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        model = getattr(transformers, f"{family}{head or 'Model'}")(config, **options)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
 def make_llama4():
     """A small one of whose two layers the second has no rotations; all see all positions."""
     given = {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "head_dim": 8}
@@ -205,17 +247,6 @@ def check_refused_calls(model, message, batch, *, layout=None, changes=None, **o
     on_ranks(model, layout or LAYOUTS["zigzag 2"], batch, run, **options)
 
 
-def check_refused_on_ranks(model, message):
-    """Check that `set_attention` takes a model on one process and refuses it on two."""
-    set_attention(model, PATTERN)
-
-    def run(ends):
-        with pytest.raises(ValueError, match=message):
-            set_attention(copy.deepcopy(model), PATTERN, group=ends)
-
-    run_loopback(2, run)
-
-
 LAYOUTS = {
     "zigzag 2": SequenceLayout.zigzag(LENGTH, 2),
     "zigzag 3": SequenceLayout.zigzag(LENGTH, 3),
@@ -224,4 +255,4 @@ LAYOUTS = {
 
 
 def call(pattern=DENSE):
-    return Call(Settings(pattern, None, None, "auto", "auto"), None, None)
+    return Call(Settings(pattern, None, None, "auto", "auto"))

@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from ..exchange import (
     untraced,
 )
 from ..layout import SequenceLayout
-from .shared_randomness import own_randomness
 from .torchscale import (
+    SharedDropPath,
     TorchscaleDilatedAttention,
     refuse_mixed_rows,
     replace_dilated_attention,
@@ -127,11 +128,11 @@ class _Holder(NamedTuple):
     encoder: Any
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> _Pool:
         """What the model reads of the encoder's rows."""
         if not hasattr(self.model, "cls_token"):
-            return Pool(first=False, mean=True, skips_first=False)
-        return Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
+            return _Pool(first=False, mean=True, skips_first=False)
+        return _Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
 
     @property
     def row_multiple(self) -> int:
@@ -196,13 +197,7 @@ def _check_encoder(holder: _Holder, ranks: int) -> None:
 
 
 class _ShardedForward:
-    """The forward of an encoder whose rows are shared by the ranks of a group.
-
-    Args:
-        holder: the encoder, and the model that calls it.
-        group: the ranks.
-        compare_inputs: whether ranks compare what they were given.
-    """
+    """The forward of an encoder whose rows are shared by the ranks of a group."""
 
     def __init__(self, holder: _Holder, group: Group, compare_inputs: bool) -> None:
         self.holder, self.group, self.compare_inputs = holder, group, compare_inputs
@@ -215,14 +210,7 @@ class _ShardedForward:
         return_all_hiddens: bool = False,
         **others: Any,
     ) -> dict[str, Any]:
-        """What the encoder returns, with what the model pools in the place of all rows.
-
-        Args:
-            src_tokens: must be None.
-            token_embeddings: of the whole slide, (batch, sequence, embed_dim).
-            return_all_hiddens: whether to return the rows of all layers, too.
-            others: must be None or False.
-        """
+        """What the encoder returns, with what the model pools in the place of all rows."""
         ends = resolve_exchange(self.group)
         given = {"src_tokens": src_tokens, **others}
         layout = self._agree(ends, token_embeddings, given, return_all_hiddens)
@@ -230,7 +218,7 @@ class _ShardedForward:
         encoder, pool = self.holder.encoder, self.holder.pool
         set_layout(encoder, layout)
         shard = layout.shard(token_embeddings, ends.rank, 1)
-        with own_randomness(encoder, ends.rank, shard.device):
+        with _own_randomness(encoder, ends.rank, shard.device):
             found = type(encoder).forward(
                 encoder,
                 src_tokens=None,
@@ -239,7 +227,7 @@ class _ShardedForward:
             )
 
         def whole(hidden: Tensor) -> Tensor:
-            return pooled("shard_slide_encoder", ends, layout, hidden, pool)
+            return _pooled("shard_slide_encoder", ends, layout, hidden, pool)
 
         return {
             **found,
@@ -328,7 +316,7 @@ def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
     return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
 
 
-class Pool(NamedTuple):
+class _Pool(NamedTuple):
     """What a model reads of the rows of a sequence.
 
     Attributes:
@@ -343,24 +331,20 @@ class Pool(NamedTuple):
 
 
 @untraced
-def pooled(name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: Pool) -> Tensor:
+def _pooled(
+    name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: _Pool
+) -> Tensor:
     """What a model reads of the rows that all ranks hold, as a sequence of one or two rows.
 
     The gradient of a row is the sum of all ranks' gradients of it.
 
-    Args:
-        name: of the call, for messages.
-        ends: this rank's end of the group.
-        layout: which positions each rank holds.
-        hidden: this rank's rows, (batch, local_sequence, embed_dim).
-        pool: what is read.
-
     Returns:
         (batch, 1 or 2, embed_dim), the row of position 0 before the mean; the same bits on every
-        rank, in the dtype of `hidden`.
+        rank, in the dtype of `hidden`, this rank's rows (batch, local_sequence, embed_dim).
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    at = _row_of_first(layout, ends.rank)
+    first = layout.pieces[0]  # position 0, on the rank that holds it
+    at = first.local if first.rank == ends.rank else None
     none = hidden[:, :0]
     rows = []
     if pool.first:
@@ -375,12 +359,6 @@ def pooled(name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, po
     total = _SumOverRanks.apply(torch.cat(rows, 1), ends, name)  # type: ignore[no-untyped-call]
     assert isinstance(total, Tensor)
     return total.to(hidden.dtype)
-
-
-def _row_of_first(layout: SequenceLayout, rank: int) -> int | None:
-    """The local row of position 0; None where another rank holds it."""
-    first = layout.pieces[0]
-    return first.local if first.rank == rank else None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -409,3 +387,29 @@ def _total(ends: Exchange, part: Tensor) -> Tensor:
     for other in others:
         total += other
     return total
+
+
+@contextmanager
+def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Iterator[None]:
+    """Have dropout draw other numbers on each rank, also where all were given the same seed.
+
+    Afterwards torch's random state is as it was, but for one draw. Without active dropout nothing
+    is drawn.
+    """
+    if not any(_draws(each) for each in module.modules()):
+        yield
+        return
+    seed = (int(torch.randint(2**62, ())) + rank) % 2**62
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, SharedDropPath):
+        return module.training and module.drop_prob > 0
+    return isinstance(module, nn.Dropout) and module.training and module.p > 0

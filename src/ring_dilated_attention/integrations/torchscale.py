@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group, one_group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange, settle
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
@@ -27,12 +27,24 @@ from ..parallel import is_fully_sharded
 from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, in_brief
 from ..tiles import Backend
 from ..torch_op import padding, telling_ranks
-from .shared_randomness import share_drop_paths
 
 __all__ = ["TorchscaleDilatedAttention", "replace_dilated_attention", "set_layout"]
 
 _OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
 """Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
+
+
+_FORWARD = {
+    "incremental_state": (None, "use replicated_query_attention to decode"),
+    "attn_mask": (
+        None,
+        "use is_causal, and the pattern for what a head sees (torchscale's decoder passes a mask "
+        "where args.flash_attention is False: set it to True)",
+    ),
+    "rel_pos": (None, "dilated attention takes no bias"),
+    "is_first_step": (False, "use replicated_query_attention to decode"),
+}
+"""Arguments of torchscale's forward that must have their defaults, and what to do instead."""
 
 
 class TorchscaleDilatedAttention(nn.Module):
@@ -132,12 +144,16 @@ class TorchscaleDilatedAttention(nn.Module):
             embed_dim, num_heads, None
         )
         self.scaling = self.head_dim**-0.5
-        self.dropout = check_dropout(dropout)
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+            raise TypeError(f"dropout must be a number, got {dropout!r}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
+        self.dropout = float(dropout)
         self.self_attention = True
         self.encoder_decoder_attention = False
         self.pattern = DilatedPattern(
-            ints_of(args, "segment_length"),
-            ints_of(args, "dilated_ratio"),
+            _ints_of(args, "segment_length"),
+            _ints_of(args, "dilated_ratio"),
             head_offsets=head_offsets,
             zero_keys=zero_keys,
         )
@@ -199,7 +215,15 @@ class TorchscaleDilatedAttention(nn.Module):
             ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
                 training mode, and see `dilated_attention`.
         """
-        refuse_arguments(incremental_state, attn_mask, rel_pos, is_first_step)
+        for name, given in (
+            ("incremental_state", incremental_state),
+            ("attn_mask", attn_mask),
+            ("rel_pos", rel_pos),
+            ("is_first_step", is_first_step or None),
+        ):
+            if given is not None:
+                wanted, instead = _FORWARD[name]
+                raise ValueError(f"{name} must be {wanted}; {instead}; got {in_brief(given)}")
         if self.dropout and self.training:
             raise ValueError(
                 "attention dropout is refused until it is exact and reproducible across ranks; set "
@@ -297,14 +321,14 @@ def replace_dilated_attention(
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise TypeError(f"unknown option: {', '.join(unknown)}; allowed: {', '.join(_OPTIONS)}")
     ranks = resolve_exchange(group).world_size
-    refuse_class_token(model, group, layout)
+    _refuse_class_token(model, group, layout)
     refuse_mixed_rows(model, "", ranks)
     ours: list[TorchscaleDilatedAttention] = []
     replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
     for path, module in model.named_modules():
         if isinstance(module, TorchscaleDilatedAttention):
             ours.append(module)
-        elif is_torchscales(module):
+        elif _is_torchscales(module):
             where = path or "the model itself"
             if module is model:
                 raise ValueError(
@@ -313,7 +337,10 @@ def replace_dilated_attention(
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
     if not ours and not replacements:
-        refuse_nothing_to_replace(model)
+        raise ValueError(
+            "replace_dilated_attention found no DilatedAttention of torchscale in "
+            f"{_shown(model)}; pass the model that holds torchscale's LongNet encoder"
+        )
     if ours and options:
         raise ValueError(
             f"{len(ours)} modules are this package's already and keep their options; got "
@@ -325,8 +352,8 @@ def replace_dilated_attention(
                 setattr(parent, name, replacements[child])
     for module in ours:
         module.group, module.layout = group, layout
-    share_drop_paths(model, group)
-    refuse_local_positions(model, ranks)
+    _share_drop_paths(model, group)
+    _refuse_local_positions(model, ranks)
     return len(replacements) + len(ours)
 
 
@@ -351,8 +378,11 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     if not told:
-        refuse_nothing_replaced(model)
-    refuse_class_token(model, told[0].group, layout)
+        raise ValueError(
+            f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; call "
+            "replace_dilated_attention first"
+        )
+    _refuse_class_token(model, told[0].group, layout)
     for module in told:
         module.layout = layout
     return len(told)
@@ -366,7 +396,16 @@ def _replacement(
             f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
             "something else: replace it by hand"
         )
-    refuse_lost_wrappers(where, old)
+    if hooks := hooks_of(old):
+        raise ValueError(
+            f"{where} has hooks, which would be lost: register them after replacing; "
+            f"got {', '.join(hooks)}"
+        )
+    if (own := vars(old).get("forward")) is not None:
+        raise ValueError(
+            f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
+            f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
+        )
     with torch.device("meta"):
         new = TorchscaleDilatedAttention(
             old.args,
@@ -380,33 +419,27 @@ def _replacement(
             layout=layout,
             **options,
         )
-    for name in SUBMODULES:
+    for name in _SUBMODULES:
         setattr(new, name, getattr(old, name))
     new.training = old.training
     return new
 
 
-CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
+_CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
 """What models call a parameter that they put before their sequence."""
 
 
-def refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
+def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
     """Raise a `ValueError` if every rank would put a class token before its shard.
 
     With a layout, a shard of one row too many is an error of the call; without one, a class token
     on each rank is a longer sequence, which is computed.
-
-    Args:
-        model: the model whose attention is sharded.
-        group: the ranks that share each sequence.
-        layout: which positions each rank holds; None means contiguous equal shards.
     """
     if layout is not None or group is None:
         return
     ranks = resolve_exchange(group).world_size
-    found = [
-        name for name, _ in model.named_parameters() if name.rpartition(".")[2] in CLASS_TOKENS
-    ]
+    names = (name for name, _ in model.named_parameters())
+    found = [name for name in names if name.rpartition(".")[2] in _CLASS_TOKENS]
     if ranks > 1 and found:
         raise ValueError(
             f"the model has a class token ({found[0]}), which each of the {ranks} ranks would put "
@@ -415,21 +448,27 @@ def refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | 
         )
 
 
-SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
+_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
 """What torchscale's `DilatedAttention` is made of."""
 
 
-def is_torchscales(module: object) -> bool:
+def _is_torchscales(module: object) -> bool:
     """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
     named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
     return (
         named
         and hasattr(getattr(module, "args", None), "segment_length")
-        and all(hasattr(module, name) for name in SUBMODULES)
+        and all(hasattr(module, name) for name in _SUBMODULES)
     )
 
 
-def ints_of(args: Any, name: str) -> Sequence[int]:
+def _shown(model: nn.Module) -> str:
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
+    seen = [kind for kind in kinds if "attention" in kind.lower()][:5]
+    return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
+
+
+def _ints_of(args: Any, name: str) -> Sequence[int]:
     """A list of ints of torchscale's configuration, which may be given as text."""
     if not hasattr(args, name):
         raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
@@ -444,88 +483,10 @@ def ints_of(args: Any, name: str) -> Sequence[int]:
     return value
 
 
-def check_dropout(dropout: float) -> float:
-    """The dropout of torchscale's constructor; raises unless it is a number in [0, 1]."""
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise TypeError(f"dropout must be a number, got {dropout!r}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
-    return float(dropout)
-
-
-def refuse_arguments(
-    incremental_state: object, attn_mask: object, rel_pos: object, is_first_step: object
-) -> None:
-    """Raise a `ValueError` unless the arguments of torchscale's forward have their defaults."""
-    for name, given, instead in (
-        ("incremental_state", incremental_state, "use replicated_query_attention to decode"),
-        (
-            "attn_mask",
-            attn_mask,
-            "use is_causal, and the pattern for what a head sees (torchscale's decoder passes a "
-            "mask where args.flash_attention is False: set it to True)",
-        ),
-        ("rel_pos", rel_pos, "dilated attention takes no bias"),
-    ):
-        if given is not None:
-            raise ValueError(f"{name} must be None; {instead}; got {type(given).__name__}")
-    if is_first_step:
-        raise ValueError(f"is_first_step must be False; got {is_first_step!r}")
-
-
-_MOST_SHOWN = 5
-_RANKS = "_ring_dilated_attention_ranks"
-
-
-def refuse_nothing_to_replace(model: nn.Module) -> None:
-    """Raise a `ValueError` for a model in which `replace_dilated_attention` finds nothing."""
-    raise ValueError(
-        f"replace_dilated_attention found no DilatedAttention of torchscale in {_shown(model)}; "
-        "pass the model that holds torchscale's LongNet encoder"
-    )
-
-
-def refuse_nothing_replaced(model: nn.Module) -> None:
-    """Raise a `ValueError` for a model in which `set_layout` finds nothing."""
-    raise ValueError(
-        f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; "
-        "call replace_dilated_attention first"
-    )
-
-
-def _shown(model: nn.Module) -> str:
-    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
-    seen = [kind for kind in kinds if "attention" in kind.lower()][:_MOST_SHOWN]
-    return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
-
-
-def refuse_lost_wrappers(where: str, module: nn.Module) -> None:
-    """Raise a `ValueError` for a module with hooks, or a forward of its own, that would be lost.
-
-    Args:
-        where: its path, for the message.
-        module: what is to be replaced.
-    """
-    if hooks := hooks_of(module):
-        raise ValueError(
-            f"{where} has hooks, which would be lost: register them after replacing; "
-            f"got {', '.join(hooks)}"
-        )
-    own = vars(module).get("forward")
-    if own is not None:
-        raise ValueError(
-            f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
-            f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
-        )
-
-
 def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
     """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention.
 
-    Args:
-        model: what each rank calls with the rows of its shard.
-        path: the model's path in what the user passed, for the message; empty if it is that.
-        ranks: how many share each sequence; 1 refuses nothing.
+    `path` is the model's in what the user passed, for the message; empty if it is that.
     """
     for name, module in model.named_modules() if ranks > 1 else ():
         kinds = [kind.__name__ for kind in type(module).__mro__]
@@ -546,13 +507,11 @@ def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
         )
 
 
-def refuse_local_positions(model: nn.Module, ranks: int) -> None:
-    """Have torchscale's embeddings of positions refuse, from now on, to count those of a shard.
+_RANKS = "_ring_dilated_attention_ranks"
 
-    Args:
-        model: the model whose attention is sharded.
-        ranks: how many share each sequence.
-    """
+
+def _refuse_local_positions(model: nn.Module, ranks: int) -> None:
+    """Have torchscale's embeddings of positions refuse, from now on, to count those of a shard."""
     for parent in model.modules():
         embedding = parent._modules.get("embed_positions")
         if embedding is None or (ranks == 1 and not hasattr(embedding, _RANKS)):
@@ -571,3 +530,46 @@ def _before_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             "model's embed_positions to None and pass token_embeddings that have their positions; "
             "got positions=None"
         )
+
+
+class SharedDropPath(nn.Module):
+    """Stochastic depth that drops the same sequences on every rank, and scales the others up."""
+
+    def __init__(self, drop_prob: float, group: Group) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop sequences of (batch, local_sequence, embed_dim), as the first rank draws them."""
+        if not self.training or not self.drop_prob:
+            return x
+        ends = resolve_exchange(self.group)
+        kept = torch.rand(len(x)) >= self.drop_prob  # on every rank: all stay in step
+        with ends.calls.enter("DropPath", "forward") as scope:
+            settle(scope, ends, x.device)
+            kept = torch.tensor(ends.share(kept.tolist())[0])
+        scale = kept.to(x.device, x.dtype) / ((1 - self.drop_prob) or 1.0)  # all dropped: by 0
+        return x * scale.view(-1, *[1] * (x.dim() - 1))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDropPath:
+        new = SharedDropPath(self.drop_prob, self.group)  # a group cannot be copied
+        new.training = self.training
+        return new
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the arguments."""
+        return f"drop_prob={self.drop_prob}"
+
+
+def _share_drop_paths(model: nn.Module, group: Group) -> None:
+    """Have every `DropPath` in a model drop the same sequences on all ranks of a group."""
+    several = resolve_exchange(group).world_size > 1
+    for parent in list(model.modules()):
+        if isinstance(parent, SharedDropPath):
+            parent.group = group
+        for name, child in parent._modules.items():
+            if several and child is not None and type(child).__name__ == "DropPath":
+                shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
+                shared.training = child.training
+                setattr(parent, name, shared)

@@ -33,39 +33,41 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..exchange import Group, one_group, resolve_exchange
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import Schedule, check_options
+from ..parallel import agree_on_batch
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_call import (
-    ARGUMENT,
     SETTINGS,
     Call,
+    Labels,
     Settings,
+    agree_on_loss,
     by_name,
-    check_asked,
-    check_loss_arguments,
-    forget_asked,
+    check_call,
     is_cached,
+    layout_in_words,
     pattern_of_heads,
     prepared,
     rounded_count,
 )
-from .transformers_call import attention_mask as attention_mask  # offered here
+from .transformers_call import shard_batch as shard_batch  # offered here
 from .transformers_generate import (
     CachedCall,
     attend_with_cache,
@@ -73,29 +75,20 @@ from .transformers_generate import (
     prepared_with_cache,
     restored,
 )
-from .transformers_images import (
-    check_images,
-    check_one_tower,
-    set_on_images,
-    takes_images,
-    tell_modules,
-)
-from .transformers_models import (
+from .transformers_support import (
+    HARMLESS,
+    NAME,
     Positions,
     check_model,
     erase,
-    is_dense,
-    kind_of,
-    layout_kind,
     learns_next,
-    restore_when_made,
-    saved_kind,
-    saved_pattern,
+    saved,
+    takes_images,
+    with_embeddings,
     without_adapters,
     without_head,
     write,
 )
-from .transformers_rows import shard_batch as shard_batch  # offered here
 
 __all__ = [
     "NAME",
@@ -108,27 +101,8 @@ __all__ = [
     "shard_batch",
 ]
 
-NAME = ARGUMENT
-"""What ``attn_implementation`` has to be."""
-
 _PREPARE_CACHE = "_prepare_cache_for_generation"  # of a model: where ``generate`` makes a cache
 _HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` takes away
-
-_HARMLESS = frozenset(
-    {
-        "position_ids",  # the model's rotations have them
-        "use_cache",
-        "cache_position",
-        "return_dict",
-        "output_hidden_states",
-        "output_router_logits",
-        "num_items_in_batch",
-        "labels",
-        "shift_labels",
-        "seq_idx",  # of layers other than attention
-    }
-)
-"""Keyword arguments of a model that reach its attention and mean nothing there."""
 
 
 def set_attention(
@@ -154,7 +128,7 @@ def set_attention(
     sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
     counts for prompts of its length; others are sharded zigzag.
 
-    The config gets the pattern and the kind of the layout, so ``save_pretrained`` keeps them.
+    The config gets the pattern, so ``save_pretrained`` keeps it.
 
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
@@ -184,22 +158,23 @@ def set_attention(
             message says why.
     """
     group = one_group(group, mesh)
-    model = without_adapters(model, resolve_exchange(group).world_size)
+    ranks = resolve_exchange(group).world_size
+    model = without_adapters(model, ranks)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {kind_of(model)}")
-    restored = pattern is None
-    if restored:
-        pattern = saved_pattern(model.config)
+        parts = model.children() if isinstance(model, nn.Module) else ()
+        held = [type(x).__name__ for x in parts if isinstance(x, PreTrainedModel)]
+        around = f" around a {held[0]}: call set_attention before it is wrapped" if held else ""
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}{around}"
+        )
+    pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
         raise ValueError(
             f"pattern must be given: the config of this {type(model).__name__} holds none"
         )
     check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
     base: Any = without_head(model)
-    of_images, ranks = takes_images(base), resolve_exchange(group).world_size
-    if not of_images:
-        check_one_tower(model)
-    (check_images if of_images else check_model)(model, base, ranks)
+    check_model(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
@@ -213,26 +188,23 @@ def set_attention(
         head_slice=None if head_slice is None else check_head_slice(head_slice),
         positions=Positions.of(base),
     )
-    handles = set_on_images(base, settings) if of_images else _set_on_text(base, settings)
-    if base is not model:
-        setattr(model, SETTINGS, settings)
-        if not of_images:
-            handles.append(model.register_forward_pre_hook(before_head, with_kwargs=True))
-            handles.append(model.register_forward_hook(after_head, with_kwargs=True))
+    _tell(model, settings)
+    if takes_images(base):
+        handles = [base.register_forward_pre_hook(_before_images, with_kwargs=True)]
+        if ranks > 1:
+            handles.append(with_embeddings(base).embeddings.register_forward_hook(_shard_images))
+    else:
+        handles = [
+            base.register_forward_pre_hook(_before_base, with_kwargs=True),
+            base.register_forward_hook(_after_base, with_kwargs=True),
+        ]
+        if base is not model:
+            handles.append(model.register_forward_pre_hook(_before_head, with_kwargs=True))
+            handles.append(model.register_forward_hook(_after_head, with_kwargs=True))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     setattr(model, _HOOKS, handles)
-    kind = saved_kind(model.config) if restored and layout is None else layout_kind(layout)
-    write(model.config, pattern, kind)
-
-
-def _set_on_text(base: nn.Module, settings: Settings) -> list[RemovableHandle]:
-    """Hook a decoder or an encoder, without its head."""
-    setattr(base, SETTINGS, settings)
-    return [
-        base.register_forward_pre_hook(before_base, with_kwargs=True),
-        base.register_forward_hook(after_base, with_kwargs=True),
-    ]
+    write(model.config, pattern)
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -249,14 +221,7 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     model = without_adapters(model)
-    _check_is_set(model)
-    settings = replace(getattr(model, SETTINGS), layout=layout)
-    base = without_head(model)
-    for module in (model, base):
-        setattr(module, SETTINGS, settings)
-    if takes_images(base):
-        tell_modules(base, settings)
-    write(model.config, settings.pattern, layout_kind(layout))
+    _tell(model, replace(_settings_of(model), layout=layout))
 
 
 def remove_attention(
@@ -275,9 +240,8 @@ def remove_attention(
             transformers refuses.
     """
     model = without_adapters(model)
-    _check_is_set(model)
-    pattern = getattr(model, SETTINGS).pattern
-    if not dense and not is_dense(pattern):
+    pattern = _settings_of(model).pattern
+    if not dense and pattern.branches != DilatedPattern.dense().branches:
         raise ValueError(
             f"this {type(model).__name__} has the pattern {pattern}; transformers' own attention "
             "is dense, another function than the model was trained with: if you want that, call "
@@ -286,6 +250,37 @@ def remove_attention(
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
     erase(model.config)
+
+
+def _settings_of(model: nn.Module) -> Settings:
+    if not hasattr(model, _HOOKS):
+        raise ValueError(
+            f"call set_attention first, with this very {type(model).__name__}; it was not called"
+        )
+    settings: Settings = getattr(model, SETTINGS)
+    return settings
+
+
+def _holders(model: Any) -> list[Any]:
+    """The modules that have the settings; of images all: nothing goes from call to attention."""
+    base = without_head(model)
+    return [model, *base.modules()] if takes_images(base) else [model, base]
+
+
+def _tell(model: Any, settings: Settings) -> None:
+    for module in _holders(model):
+        setattr(module, SETTINGS, settings)
+
+
+def _remove_hooks(model: Any) -> None:
+    for module in _holders(model):
+        for handle in getattr(module, _HOOKS, ()):
+            handle.remove()
+        for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
+            vars(module).pop(name, None)
+
+
+# --- what transformers calls
 
 
 def attention_forward(
@@ -320,10 +315,10 @@ def attention_forward(
     Raises:
         ValueError: `set_attention` was not called, or an argument is not supported.
     """
-    call = kwargs.pop(ARGUMENT, None)
+    call = kwargs.pop(NAME, None)
     own: Any = getattr(module, SETTINGS, None)  # of a model of images
     if call is None and own is not None:
-        call = Call(own, None, None)
+        call = Call(own)
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}: call "
@@ -332,32 +327,35 @@ def attention_forward(
             "only a part of a model has a pattern, load the model with attn_implementation="
             f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
         )
-    given = {name: x for name, x in kwargs.items() if x is not None and name not in _HARMLESS}
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    given = {name: x for name, x in kwargs.items() if x is not None and name not in HARMLESS}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
+    why = ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
-        raise ValueError(f"dilated attention does not support {got}; leave it out, or pass None")
-    if attention_mask is not None:
-        raise ValueError(
-            "a mask must be a right padding, given to the model as a 2-D attention_mask; "
-            f"{type(module).__name__} got {type(attention_mask).__name__} of shape "
+        why = f"dilated attention does not support {got}; leave it out, or pass None"
+    elif attention_mask is not None:
+        why = (
+            "a mask must be a right padding, given to the model as a 2-D attention_mask; got "
+            f"{type(attention_mask).__name__} of shape "
             f"{tuple(getattr(attention_mask, 'shape', ()))}"
         )
-    if dropout:
-        raise ValueError(
+    elif dropout:
+        why = (
             "attention dropout is refused until it is exact and reproducible across ranks; set it "
             f"to 0.0 in the model's config; got {dropout}"
         )
-    if key.shape[2] != query.shape[2] or getattr(module, "is_cross_attention", False):
-        raise ValueError(
+    elif key.shape[2] != query.shape[2] or getattr(module, "is_cross_attention", False):
+        why = (
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
-            f"{tuple(query.shape)} and key {tuple(key.shape)} in {type(module).__name__}"
+            f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if causal is None:
-        raise ValueError(f"{type(module).__name__} must have is_causal, or pass it; got None")
-    check_asked(module, causal)
+    elif causal is None:
+        why = "attention must have is_causal, or be given it; got None"
+    if why:
+        raise ValueError(f"{why} (in {type(module).__name__})")
+    _check_asked(module, bool(causal))
     if isinstance(call, CachedCall):
         return _attend_untraced(call, module, (query, key, value), causal, scaling), None
     settings, width = call.settings, value.shape[3]
@@ -367,7 +365,7 @@ def attention_forward(
         key.transpose(1, 2),
         (F.pad(value, (0, missing)) if missing else value).transpose(1, 2),
         pattern_of_heads(module, settings, query.shape[1], key.shape[1]),
-        is_causal=causal,
+        is_causal=bool(causal),
         scale=scaling,
         documents=call.documents,
         lengths=call.lengths,
@@ -379,128 +377,194 @@ def attention_forward(
     return out[..., :width] if missing else out, None
 
 
-def _check_is_set(model: nn.Module) -> None:
-    if not hasattr(model, _HOOKS):
+_ASKED = threading.local()
+"""``masks``: by the id of a config, which a call asked for: True is causal, False bidirectional."""
+
+
+def _check_asked(module: nn.Module, is_causal: bool) -> None:
+    """Raise a ValueError if the model has asked for the other mask only.
+
+    Compiled code and recomputation in another thread have no note of masks and are not checked.
+    """
+    if torch.compiler.is_compiling():
+        return
+    asked = getattr(_ASKED, "masks", {}).get(id(getattr(module, "config", None)))
+    if asked and is_causal not in asked:
+        mask = "bidirectional" if is_causal else "causal"
         raise ValueError(
-            f"call set_attention first, with this very {type(model).__name__}; it was not called"
+            f"{type(module).__name__} has is_causal={is_causal}, but its model asks for a {mask} "
+            "mask, so that transformers' own eager and sdpa attention differ: use a config whose "
+            "layers and masks agree (is_causal and use_bidirectional_attention decide it)"
         )
 
 
-# torch.compile cannot trace what a cache becomes.
-_attend_untraced: Any = torch.compiler.disable(attend_with_cache)  # type: ignore[no-untyped-call]
+def _forget_asked() -> None:
+    if not torch.compiler.is_compiling():
+        _ASKED.masks = {}
 
 
-def _remove_hooks(model: PreTrainedModel) -> None:
-    for module in (model, without_head(model)):
-        for handle in getattr(module, _HOOKS, ()):
-            handle.remove()
-        if SETTINGS in module.__dict__ and takes_images(module):
-            tell_modules(module, None)
-        for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
-            if name in module.__dict__:
-                delattr(module, name)
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **others: Any,
+) -> None:
+    """What transformers calls to make a mask; without it, it would drop masks in silence.
+
+    Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
+    hook has seen. Any other mask is refused here.
+
+    Raises:
+        ValueError: the mask is another, or of other keys than those so far.
+    """
+    plain = {
+        causal_mask_function: allow_is_causal_skip,
+        bidirectional_mask_function: allow_is_bidirectional_skip,
+    }
+    if not plain.get(mask_function, False):
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        raise ValueError(
+            "only transformers' causal and bidirectional masks are supported: the pattern decides "
+            "what a head sees, and models that always make the mask of a sliding window, as Gemma3 "
+            "does, are not supported. For packing and padding, call set_attention(model, pattern) "
+            f"first. Got the mask {name.split('.')[0]}"
+        )
+    if kv_offset != 0 or kv_length != q_offset + q_length:
+        raise ValueError(
+            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
+            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
+        )
+    if others.get("config") is not None and not torch.compiler.is_compiling():
+        masks = vars(_ASKED).setdefault("masks", {})
+        masks.setdefault(id(others["config"]), set()).add(mask_function is causal_mask_function)
 
 
-restore_when_made(set_attention)
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, attention_mask)
+# --- hooks
 
 
-def before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _untraced(function: Callable[..., Any]) -> Any:
+    """torch.compile cannot trace what ranks tell each other, nor what a cache becomes."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+_attend_untraced = _untraced(attend_with_cache)
+_prepared_untraced = _untraced(prepared)
+_prepared_with_cache_untraced = _untraced(prepared_with_cache)
+_restored_untraced = _untraced(restored)
+_agree_on_loss_untraced = _untraced(agree_on_loss)
+
+
+def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a decoder or encoder: its arguments, by name."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
-    forget_asked()
+    _forget_asked()
     if is_cached(given):
         return (), _prepared_with_cache_untraced(module, settings, given)
     prepare = prepared if settings.group is None else _prepared_untraced
     return (), prepare(module, settings, given)
 
 
-def after_base(
+def _after_base(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Behind it: the cache has what the call added, and hidden states are where the input was."""
-    if isinstance(kwargs.get(ARGUMENT), CachedCall):
-        return _restored_untraced(module, args, kwargs, output)
-    return None
+    call = kwargs.get(NAME)
+    return _restored_untraced(module, call, output) if isinstance(call, CachedCall) else None
 
 
-def before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a head: checks its loss, and says of how many columns it needs hidden states."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
     if settings.group is not None:
-        _check_loss_untraced(type(module).__name__, settings, given)
+        _agree_on_loss_untraced(type(module).__name__, settings, given)
     elif failure := rounded_count(given):
         raise failure
-    if not is_cached(given):
-        return ((), without_labels(given)) if own_loss(module, settings, given) else None
-    kept = given.get("logits_to_keep")
-    # A negative number, or a tensor, may name any column: the head chooses among all of them.
-    return args, {**kwargs, ARGUMENT: kept if isinstance(kept, int) and kept > 0 else 0}
-
-
-# torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
-_prepared_untraced: Any = torch.compiler.disable(prepared)  # type: ignore[no-untyped-call]
-_prepared_with_cache_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    prepared_with_cache
-)
-_restored_untraced: Any = torch.compiler.disable(restored)  # type: ignore[no-untyped-call]
-_check_loss_untraced: Any = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    check_loss_arguments
-)
-
-
-_IGNORED = -100  # transformers' label of what is not learnt
-
-
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """What the loss of a call needs, which goes with the call to the hook behind the head.
-
-    Attributes:
-        labels: of this rank's shard, (batch, local_sequence), -100 where nothing is learnt.
-        divisor: ``num_items_in_batch``: what the sum is divided by.
-    """
-
-    labels: Tensor
-    divisor: Tensor | float
-
-
-def own_loss(module: nn.Module, settings: Settings, given: dict[str, Any]) -> bool:
-    """Whether the loss of a call is computed here and not by the head.
-
-    Args:
-        module: the model with its head.
-        settings: of `set_attention`.
-        given: arguments of its forward, by name.
-    """
-    if settings.group is None or given.get("labels") is None or learns_next(type(module).__name__):
-        return False
-    return resolve_exchange(settings.group).world_size > 1
-
-
-def without_labels(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a head, so that it computes logits alone and the hook behind it the loss.
-
-    Args:
-        given: its arguments by name, with ``labels`` and ``num_items_in_batch``.
-    """
+    if is_cached(given):
+        kept = given.get("logits_to_keep")
+        # A negative number, or a tensor, may name any column: the head chooses among all of them.
+        return args, {**kwargs, NAME: kept if isinstance(kept, int) and kept > 0 else 0}
+    alone = settings.group is None or resolve_exchange(settings.group).world_size == 1
+    if alone or given.get("labels") is None or learns_next(type(module).__name__):
+        return None
+    # Heads of tokens other than causal ones divide by the labels of a shard: `_after_head` does it.
     labels = Labels(given["labels"], given["num_items_in_batch"])
-    return {**given, "labels": None, "num_items_in_batch": None, ARGUMENT: labels}
+    return (), {**given, "labels": None, "num_items_in_batch": None, NAME: labels}
 
 
-def after_head(
+def _after_head(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """The hook behind a head: the loss, where `without_labels` has taken the labels out."""
-    given = kwargs.get(ARGUMENT)
-    if not isinstance(given, Labels):
+    """Behind a head: the loss, where `_before_head` has taken the labels out."""
+    labels = kwargs.get(NAME)
+    if not isinstance(labels, Labels):
         return None
-    logits = output.logits.flatten(0, 1)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    labels = given.labels.reshape(-1).to(logits.device)
-    total = nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
-    divisor = given.divisor
-    output.loss = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    output.loss = labels.loss(output.logits)
     return output
+
+
+def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model of images: refuses what would be ignored; ranks compare their images."""
+    given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
+    _forget_asked()
+    ends, failure = resolve_exchange(settings.group), None
+    try:
+        check_call(module, given, ends.world_size, "images")
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    batch: dict[str, Any] = {k: x for k, x in given.items() if isinstance(x, Tensor | bool)}
+    batch = {} if failure else {**batch, "layout": layout_in_words(settings.layout)}
+    agree_on_batch(type(module).__name__, batch, ends, failure)
+
+
+def _shard_images(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Behind the embeddings: this rank's tokens, (batch, local_sequence, hidden)."""
+    settings: Any = getattr(module, SETTINGS)
+    ends, tokens, layout = resolve_exchange(settings.group), output.shape[1], settings.layout
+    if layout is None and tokens % ends.world_size == 0:
+        layout = SequenceLayout.contiguous(tokens, ends.world_size)
+    held = (layout.length, layout.world_size) if layout else None
+    if layout is None or held != (tokens, ends.world_size):
+        raise ValueError(  # on every rank: all have the same images and layout
+            f"an image has {tokens} tokens, a class token included, on {ends.world_size} ranks: "
+            f"set_layout(model, SequenceLayout.contiguous({tokens}, {ends.world_size})); got "
+            f"{settings.layout}"
+        )
+    shard: Tensor = layout.shard(output, ends.rank, 1)
+    return shard.contiguous()
+
+
+# --- registration
+
+
+def _restore_when_made() -> None:
+    """Let every model of transformers have the pattern of its config as soon as it is made."""
+    post_init = PreTrainedModel.post_init
+
+    @wraps(post_init)
+    def made(model: PreTrainedModel) -> None:
+        post_init(model)
+        found, implementation = saved(model.config), model.config._attn_implementation
+        if found is None:
+            return
+        if implementation != NAME:
+            raise ValueError(
+                f"the config says that this {type(model).__name__} has the dilated pattern "
+                f"{found}, but attn_implementation is {implementation!r}, which computes "
+                f"another function: pass attn_implementation={NAME!r}, or, where this model is "
+                f"part of another, {{'text_config': {NAME!r}}} with the name of its config in that "
+                f"of the whole; if you want the other attention, a config without the pattern: del "
+                f"config.{NAME}"
+            )
+        set_attention(model)
+
+    PreTrainedModel.post_init = made
+
+
+_restore_when_made()
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)

@@ -15,60 +15,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ..decode import DeepOnly, DilatedKVCache
 from ..pattern import DilatedPattern, check_int, check_positive_int
 from .transformers_call import SETTINGS, Settings
+from .transformers_support import other_layers
 
-_THROUGH_THE_CACHE = "a layer of a DilatedCache is updated by DilatedCache.update"
 
-
-class DilatedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer's part of a `DilatedCache`, which does what concerns them all.
+class _Layer:
+    """One attention layer's part of a `DilatedCache`, which does what transformers' layers do.
 
     Attributes:
         kv: the rows that later positions can be shown; None before the first prompt.
     """
 
-    supports_early_init = False
+    is_sliding = is_compileable = supports_early_init = False
 
     def __init__(self) -> None:
-        super().__init__()
         self.kv: DilatedKVCache | None = None
 
     @property
     def is_croppable(self) -> bool:
         """Whether positions can be taken back."""
         return self.kv is not None and self.kv.plan.max_rewind > 0
-
-    def get_seq_length(self) -> int:
-        """Positions of the longest row; `DilatedCache.get_seq_length` counts padding too."""
-        return max(self.kv.known_lengths) if self.kv else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys, first key) that a mask would have to cover."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: there is no maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older versions of transformers
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refused; `DilatedCache` makes `kv` when a prompt comes."""
-        raise NotImplementedError(_THROUGH_THE_CACHE)
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused."""
-        raise NotImplementedError(_THROUGH_THE_CACHE)
-
-    def offload(self) -> None:
-        """Refused."""
-        raise NotImplementedError("a DilatedCache is small and stays on its device: no offloading")
-
-    prefetch = offload
 
 
 ASSISTED_REWIND = 64
@@ -142,7 +112,11 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
         if sharded is not None and not isinstance(sharded, bool):
             raise TypeError(f"sharded must be a bool or None, got {sharded!r}")
-        _check_layers(model)
+        if mixing := other_layers(model, model):
+            raise ValueError(
+                "a DilatedCache is for models in which nothing but full attention mixes positions; "
+                f"{type(model).__name__} has {mixing}"
+            )
         super().__init__(layers=[])
         self.settings: Settings = settings
         self._room = max_length or 0
@@ -150,10 +124,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         self._sharded = sharded
         self._columns = 0
         self._lengths: list[int] = []
-        self._valid: Tensor | None = None
+        self.valid: Tensor | None = None  # (batch, columns) of a padded prompt
         self._pending: _Pending | None = None
-        self._updated: set[int] = set()
-        self._in_call = False
+        self._updated: set[int] | None = None  # layers, during a call
 
     # What there is.
 
@@ -179,11 +152,6 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             f"{self.settings.pattern}, {self._columns} columns, lengths {self._lengths}, "
             f"max_length={self._room}, max_rewind={self._max_rewind}, sharded={self._sharded}"
         )
-
-    @property
-    def valid_columns(self) -> Tensor | None:
-        """(batch, columns) of the prompt, True where a column is valid; None: all are."""
-        return self._valid
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far: padding counts, since masks and inputs of ``generate`` have it."""
@@ -221,21 +189,20 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             ValueError: the layer was updated before in this call, or another one is not done; or
                 the model has no `set_attention`.
         """
-        if not self._in_call:
-            raise ValueError(
+        why = ""
+        if self._updated is None:
+            why = (
                 "a DilatedCache is for the model with set_attention that it was made for; this one "
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
             )
-        if layer_idx in self._updated or self._pending is not None:
+        elif layer_idx in self._updated or self._pending is not None:
             why = (
-                f"the keys of layer {self._pending.layer} have not reached its attention"
-                if self._pending
-                else "it has done so before in this call"
+                f"layer {layer_idx} updates the KV cache again, or before layer "
+                f"{self._pending and self._pending.layer} has attended: a DilatedCache is for "
+                "models whose layers update and attend once each"
             )
-            raise ValueError(
-                f"layer {layer_idx} updates the KV cache, but {why}: a DilatedCache is for models "
-                "whose layers update and attend once each"
-            )
+        if self._updated is None or why:
+            raise ValueError(why)
         self._updated.add(layer_idx)
         self._pending = _Pending(layer_idx, key_states, value_states)
         return key_states, value_states
@@ -254,7 +221,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         """Drop everything: the next call brings a new prompt, of any batch."""
         for kv in self._caches():
             kv.reset()
-        self._columns, self._lengths, self._valid = 0, [], None
+        self._columns, self._lengths, self.valid = 0, [], None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest columns, as assisted generation does with candidates it rejects.
@@ -276,14 +243,14 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 f"{self._max_rewind}); got {count}. For an assistant model set "
                 "num_assistant_tokens_schedule = 'constant' in its generation_config"
             )
-        if self._valid is not None and not bool(self._valid[:, stay:].all()):
+        if self.valid is not None and not bool(self.valid[:, stay:].all()):
             raise ValueError(
                 f"of the newest {count} columns some are padding, which was not kept and cannot be "
                 "taken back: reset() the cache and begin anew"
             )
         for kv in self._caches():
             kv.rewind(count)
-        self._valid = None if self._valid is None else self._valid[:, :stay]
+        self.valid = None if self.valid is None else self.valid[:, :stay]
         self._columns, self._lengths = stay, [n - count for n in self._lengths]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -327,21 +294,12 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def start(self, after: list[int]) -> None:
         """Begin a call of the model, after which the rows of the batch have these lengths."""
-        self._pending, self._updated, self._in_call = None, set(), True
+        self._pending, self._updated = None, set()
         if max(after) > self._room:
             self.reserve(math.ceil(_GROWTH * max(after)))
 
     def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
-        """The layer whose update has just returned these very keys and values.
-
-        Args:
-            module: the attention module, for messages.
-            key: (batch, kv_heads, m, head_dim).
-            value: like `key`.
-
-        Raises:
-            ValueError: they are others.
-        """
+        """The layer whose update has just returned these very tensors; else a ValueError."""
         pending, self._pending = self._pending, None
         if pending is None or pending.key is not key or pending.value is not value:
             raise ValueError(
@@ -353,15 +311,12 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         return pending.layer
 
     def of_layer(self, layer_idx: int, rows: Tensor, pattern: DilatedPattern) -> DilatedKVCache:
-        """The rows of a layer; for a prompt new ones, where there are none that fit.
+        """The cache of a layer with this pattern; for a prompt a new one, where none fits.
 
-        Args:
-            layer_idx: of the layer.
-            rows: (batch, m, kv_heads, head_dim), the keys that are attended to.
-            pattern: of the model, for these heads.
+        `rows` are the keys that are attended to, (batch, m, kv_heads, head_dim).
         """
         while len(self.layers) <= layer_idx:
-            self.layers.append(DilatedCacheLayer())
+            self.layers.append(_Layer())
         layer = self.layers[layer_idx]
         batch, _, kv_heads, head_dim = rows.shape
         kv: DilatedKVCache | None = layer.kv
@@ -384,21 +339,11 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 group=self.settings.group,
                 sharded=self._sharded,
             )
-            layer.is_initialized = True
         return kv
 
     def finish(self, after: list[int], columns: int, valid: Tensor | None) -> None:
-        """Note what a call has added.
-
-        Args:
-            after: valid positions of each row now.
-            columns: of the call.
-            valid: (batch, columns) of a prompt with padding, True where a column is valid.
-
-        Raises:
-            ValueError: a layer has added other rows.
-        """
-        self._in_call = False
+        """Note what a call has added, see `CachedCall`; a ValueError if a layer differs."""
+        self._updated = None
         known = {kv.known_lengths for kv in self._caches()}
         if self._pending is not None or known != {tuple(after)}:
             raise ValueError(
@@ -407,7 +352,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "update it once in each call"
             )
         if not self._columns:
-            self._valid = valid
+            self.valid = valid
         self._columns, self._lengths = self._columns + columns, list(after)
 
     def _caches(self) -> Iterable[DilatedKVCache]:
@@ -420,8 +365,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         for kv in self._caches():
             kv.select(found)
         self._lengths = [self._lengths[row] for row in found]
-        if self._valid is not None:
-            self._valid = self._valid[torch.tensor(found, device=self._valid.device)]
+        if self.valid is not None:
+            self.valid = self.valid[torch.tensor(found, device=self.valid.device)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:
         """A copy with rows of its own, of the same ranks: to go on from one prompt twice."""
@@ -430,20 +375,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         copied.layers = [copy.copy(layer) for layer in self.layers]
         for layer in copied.layers:
             layer.kv = copy.deepcopy(layer.kv, memo)
-        copied._lengths, copied._updated = list(self._lengths), set()
+        copied._lengths = list(self._lengths)
         return copied
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.described}; {self.nbytes} bytes)"
-
-
-def _check_layers(model: Any) -> None:
-    base = getattr(model, "base_model", model)
-    config = model.config.get_text_config(decoder=True)
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    mixing = [path for path, x in base.named_modules() if isinstance(x, nn.Conv1d | nn.RNNBase)]
-    if others or mixing:
-        raise ValueError(
-            "a DilatedCache is for models in which nothing but full attention mixes positions; "
-            f"{type(model).__name__} has {', '.join([*sorted(others), *mixing])}"
-        )

@@ -1,4 +1,4 @@
-"""What one call of a transformers model says: positions, documents, padding, and what is refused.
+"""A call of a transformers model on its ranks: positions, documents, padding; shards of a batch.
 
 The ranks agree once for each call of the model, not per layer.
 """
@@ -6,62 +6,37 @@ The ranks agree once for each call of the model, not per layer.
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ..documents import in_words
+from ..documents import as_ints, document_borders, in_words
 from ..exchange import Exchange, Group, agree, resolve_exchange
 from ..layout import SequenceLayout
+from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
 from ..options import Schedule
-from ..pattern import DilatedPattern, HeadSlice
+from ..parallel import agree_on_batch
+from ..pattern import DilatedPattern, HeadSlice, in_brief
 from ..tiles import Backend
 from ..torch_op import lengths_of_mask
-from .transformers_models import (
+from .transformers_support import (
     ANY_POSITIONS,
+    CACHE_NAMES,
+    NAME,
     Positions,
-    check_peft,
+    check_arguments,
+    check_loss,
     check_same_pattern,
-    learns_next,
-)
-from .transformers_rows import (
-    Rows,
-    check_ids,
-    check_padding,
-    check_positions,
-    documents_of,
-    given_borders,
-    has_all_in_order,
-    ids_of_text,
+    rotates_in_dimensions,
 )
 
-ARGUMENT = "ring_dilated_attention"
-"""The keyword argument by which a `Call` goes from the model to each of its attention modules; and
-from a head to its model, of how many columns at the end of a cached call it needs hidden states."""
-
-CACHE_NAMES = ("cache", "past_key_values")
-"""What transformers' models call a KV cache: from version 5.24 on, and before."""
 SETTINGS = "_ring_dilated_attention"
 """The attribute of a model that holds its `Settings`."""
-
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_REFUSED = {
-    "head_mask": "heads are not masked",
-    "encoder_hidden_states": "there is no cross-attention",
-    "encoder_attention_mask": "there is no cross-attention",
-}
-_ADVICE = (
-    "num_items_in_batch must come from labels_per_rank, the labels of all ranks divided by the "
-    "number of ranks, or transformers' Trainer with average_tokens_across_devices=True, its default"
-)
-_ROUNDED = (torch.float16, torch.bfloat16)
-_FLAGS = {"output_attentions": "attention weights are never made"}
 
 
 @dataclass(frozen=True)
@@ -93,8 +68,22 @@ class Call:
     """
 
     settings: Settings
-    documents: list[int] | None
-    lengths: list[int] | None
+    documents: list[int] | None = None
+    lengths: list[int] | None = None
+
+
+class Rows(NamedTuple):
+    """This rank's part of the input.
+
+    Attributes:
+        batch: rows of the batch.
+        positions: the global position of each local one, int64, shape (local_sequence,).
+        total: number of positions of the whole sequence.
+    """
+
+    batch: int
+    positions: Tensor
+    total: int
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,220 +107,10 @@ def is_cached(given: dict[str, Any]) -> bool:
     return bool(given.get("use_cache")) or cache_of(given) is not None
 
 
-def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for the decoder (or encoder), made from those of its caller: without a cache.
-
-    Args:
-        module: the model without its head.
-        settings: of `set_attention`.
-        given: arguments of its forward, by name.
-
-    Returns:
-        `given` with global ``position_ids`` (None where the model makes them itself), a 2-D
-        ``attention_mask`` (with one, transformers looks for no documents in a shard),
-        ``use_cache=False`` and a `Call`, without ``cu_seq_lens_q`` and its companions.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
-    """
-    ends = resolve_exchange(settings.group)
-    name, failure, rows, borders = type(module).__name__, None, None, None
-    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    try:
-        refuse(module, given, ends.world_size)
-        check_peft(module, ends.world_size)
-        rows = _rows(given, ends, settings.layout)
-        text_ids = ids_of_text(module, position_ids, ends)
-        check_ids(text_ids, rows)
-        padding = check_padding(mask, rows)
-        borders = given_borders(given, rows)
-        check_positions(name, settings.positions, given, rows, padding)
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    layout, device = settings.layout, device_of(given)
-    shared = rows and {
-        "use_cache": False,
-        "batch": rows.batch,
-        "layout": f"{layout!r} ({layout.digest[:8]})"
-        if layout
-        else f"None (a shard of {len(rows.positions)} positions)",
-        "attention_mask": _kind(mask),
-        "position_ids": _kind(position_ids),
-        "cu_seq_lens_q": _kind(borders),
-    }
-    agree(name, ends, None if failure else shared, failure, device)
-    assert rows is not None
-    lengths = _lengths(name, padding, rows, layout, ends)
-    first = settings.positions.first
-    if text_ids is None:
-        documents = borders
-        # A model that has all tokens in order knows best: it may skip padding, wherever that is.
-        if position_ids is None and not has_all_in_order(ends, layout):
-            position_ids = rows.positions[None] + first
-    else:
-        documents = documents_of(name, text_ids, rows, lengths, ends, first)
-        if borders is not None and documents not in (None, borders):
-            raise ValueError(  # alike on every rank
-                "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
-                f"{in_words(borders)} and {in_words(documents or ())}"
-            )
-        documents = borders or documents
-    if borders is not None and lengths is not None:
-        raise ValueError(
-            "cu_seq_lens_q is for batches without padding; got an attention_mask of "
-            f"{lengths[0]} valid positions of {rows.total}"
-        )
-    if mask is None:
-        mask = torch.ones(rows.batch, len(rows.positions), dtype=torch.bool, device=device)
-    return {
-        **{key: value for key, value in given.items() if key not in _PACKING},
-        "position_ids": position_ids,
-        "attention_mask": mask,
-        "use_cache": False,
-        ARGUMENT: Call(settings, documents, lengths),
-    }
-
-
-_NO_RIGHT_PADDING = (
-    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
-    "them (padding on the left is for calls with a KV cache, as generate makes): {}"
-)
-
-
-def _lengths(
-    name: str,
-    padding: Tensor | None,
-    rows: Rows,
-    layout: SequenceLayout | None,
-    ends: Exchange,
-) -> list[int] | None:
-    """Valid positions of each row, the same on every rank; None: all."""
-    if padding is None:
-        return None
-    with ends.calls.enter(name, "attention_mask") as scope:
-        found = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
-    return None if set(found) == {rows.total} else found
-
-
-def check_loss_arguments(name: str, settings: Settings, given: dict[str, Any]) -> None:
-    """Raise on every rank if a loss, or a choice of logits, would be that of a shard alone.
-
-    Args:
-        name: of the model's class, for messages.
-        settings: of `set_attention`.
-        given: arguments of the forward of a model with a head, by name.
-
-    Raises:
-        ValueError: there are several ranks, and labels without ``shift_labels`` or
-            ``num_items_in_batch``, or with one that differs between ranks, or the reverse, or
-            ``logits_to_keep``. With a KV cache every rank has all of them.
-    """
-    ends = resolve_exchange(settings.group)
-    if ends.world_size == 1:
-        return
-    failure, cached, shifted = None, is_cached(given), learns_next(name)
-    count = given.get("num_items_in_batch")
-    if given.get("labels") is not None and not cached:
-        for key, why in (
-            ("shift_labels", "a shard's last label is on another rank; shard_batch gives it"),
-            (
-                "num_items_in_batch",
-                "what labels_per_rank returns, the labels of all ranks over the number of ranks",
-            ),
-        ):
-            if given.get(key) is None and (shifted or key != "shift_labels"):
-                failure = ValueError(
-                    f"on {ends.world_size} ranks labels need {key}: {why}. Got {key}=None"
-                )
-        if not shifted and given.get("shift_labels") is not None:
-            failure = ValueError(
-                f"the labels of {name} are those of the tokens themselves: make the batch with "
-                "shard_batch(..., shift_labels=False); got shift_labels"
-            )
-        if not shifted and given.get("return_dict") is False:
-            failure = ValueError(
-                f"on {ends.world_size} ranks the loss of {name} needs return_dict=True; got False"
-            )
-    if given.get("labels") is None and given.get("shift_labels") is not None and not cached:
-        failure = ValueError(
-            f"on {ends.world_size} ranks shift_labels need labels; got labels=None. The Trainer "
-            "takes them out for label_smoothing_factor and compute_loss_func, which shift the "
-            "labels of a shard: compute such a loss from the logits and shift_labels, which are "
-            "shifted, without passing them to the model"
-        )
-    kept = given.get("logits_to_keep")
-    if not cached and (isinstance(kept, Tensor) or kept):
-        failure = ValueError(
-            f"on {ends.world_size} ranks logits_to_keep must be 0, since it counts the rows of a "
-            f"shard unless there is a KV cache: generate, which passes it, needs use_cache=True on "
-            f"several ranks; got {kept!r}"
-        )
-    failure = failure or rounded_count(given)
-    if isinstance(count, Tensor):
-        # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
-        reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
-        settings.counted.add("num_items_in_batch")
-        count = count.item() if reads else "a tensor"
-    shared = {"use_cache": cached, "num_items_in_batch": count}
-    agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
-
-
-def rounded_count(given: dict[str, Any]) -> ValueError | None:
-    """An error if ``num_items_in_batch`` has come in half precision; else None."""
-    count = given.get("num_items_in_batch")
-    if not isinstance(count, Tensor) or count.dtype not in _ROUNDED:
-        return None
-    return ValueError(
-        f"num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
-        f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, which "
-        "casts floating arguments, pass num_items_in_batch.item(), or set cast_forward_inputs=False"
-    )
-
-
 def device_of(given: dict[str, Any]) -> torch.device:
     """Where the input is."""
     inputs = (given.get(key) for key in ("input_ids", "inputs_embeds"))
     return next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else "given"
-
-
-def refuse(module: nn.Module, given: dict[str, Any], world_size: int) -> None:
-    """Raise a ValueError for arguments that mean nothing here, with a cache or without."""
-    config: Any = module.config
-    implementation = config._attn_implementation
-    if implementation != ARGUMENT:
-        raise ValueError(
-            f"set_attention was called, but the model's attn_implementation now is "
-            f"{implementation!r}: call remove_attention(model) first, or set it back to "
-            f"{ARGUMENT!r}"
-        )
-    check_same_pattern(config, getattr(module, SETTINGS).pattern)
-    for key, why in _REFUSED.items():
-        if given.get(key) is not None:
-            raise ValueError(f"{key} must be None: {why}; got {type(given[key]).__name__}")
-    for key, why in _FLAGS.items():
-        if given.get(key):
-            raise ValueError(f"{key} must be False: {why}; got {given[key]!r}")
-    if given.get("output_attentions") is None and getattr(config, "output_attentions", False):
-        raise ValueError(f"config.output_attentions must be False: {_FLAGS['output_attentions']}")
-    if world_size > 1 and module.training:
-        embeddings = module.get_input_embeddings()  # type: ignore[operator]
-        alpha = getattr(embeddings, "neftune_noise_alpha", None)
-        if alpha:
-            raise ValueError(
-                f"on {world_size} ranks neftune_noise_alpha must be None: the size of the noise "
-                f"goes by the length of a shard; got {alpha!r}"
-            )
-    flag = given.get("output_router_logits")
-    flag = getattr(config, "output_router_logits", False) if flag is None else flag
-    if world_size > 1 and flag:
-        raise ValueError(
-            f"on {world_size} ranks output_router_logits must be False: the balance of the experts "
-            f"would be that of a shard; got {flag!r}"
-        )
 
 
 def inputs_of(given: dict[str, Any]) -> Tensor:
@@ -344,6 +123,79 @@ def inputs_of(given: dict[str, Any]) -> Tensor:
             f"(batch, local_sequence, hidden); got {type(inputs).__name__}"
         )
     return inputs
+
+
+def check_call(module: Any, given: dict[str, Any], ranks: int, *calls: str) -> None:
+    """Raise for what no call supports, see `check_arguments`, and for a shared config."""
+    check_arguments(module, given, ranks, *calls)
+    check_same_pattern(module.config, getattr(module, SETTINGS).pattern)
+
+
+def layout_in_words(layout: SequenceLayout | None) -> str | None:
+    """A layout, so that ranks can compare theirs."""
+    return None if layout is None else f"{layout!r} ({layout.digest[:8]})"
+
+
+def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for the decoder (or encoder), made from those of its caller: without a cache.
+
+    `given` get global ``position_ids`` (None where the model makes them itself), a 2-D
+    ``attention_mask`` (with one, transformers looks for no documents in a shard),
+    ``use_cache=False`` and a `Call`, and lose ``cu_seq_lens_q`` and its companions. What is not
+    supported, and ranks that differ, are errors on every rank.
+    """
+    ends, layout = resolve_exchange(settings.group), settings.layout
+    name, failure, rows = type(module).__name__, None, None
+    mask, ids = given.get("attention_mask"), given.get("position_ids")
+    borders = text_ids = None
+    try:
+        check_call(module, given, ends.world_size)
+        rows = _rows(given, ends, layout)
+        text_ids = _ids_of_text(module, ids, ends)
+        check_ids(text_ids, rows)
+        padding = check_padding(mask, rows)
+        borders = _given_borders(given, rows)
+        _check_positions(name, settings.positions, given, rows, padding)
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    shared = rows and {
+        "use_cache": False,
+        "batch": rows.batch,
+        "layout": layout_in_words(layout) or f"None (a shard of {len(rows.positions)} positions)",
+        "attention_mask": "None" if mask is None else "given",
+        "position_ids": "None" if ids is None else "given",
+        "cu_seq_lens_q": "None" if borders is None else "given",
+    }
+    agree(name, ends, None if failure else shared, failure, device_of(given))
+    assert rows is not None
+    lengths = _lengths(name, padding, rows, layout, ends)
+    first, documents = settings.positions.first, borders
+    if text_ids is not None:
+        documents = _documents(name, text_ids, rows, lengths, ends, first)
+        if borders is not None and documents not in (None, borders):
+            raise ValueError(  # alike on every rank
+                "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
+                f"{in_words(borders)} and {in_words(documents or ())}"
+            )
+        documents = borders or documents
+    elif ids is None and not _has_all_in_order(ends, layout):
+        # A model that has all tokens in order knows best: it may skip padding, wherever that is.
+        ids = rows.positions[None] + first
+    if borders is not None and lengths is not None:
+        raise ValueError(
+            "cu_seq_lens_q is for batches without padding; got an attention_mask of "
+            f"{lengths[0]} valid positions of {rows.total}"
+        )
+    if mask is None:
+        shape = rows.batch, len(rows.positions)
+        mask = torch.ones(shape, dtype=torch.bool, device=rows.positions.device)
+    return {
+        **{key: value for key, value in given.items() if key not in _WHOLE},
+        "position_ids": ids,
+        "attention_mask": mask,
+        "use_cache": False,
+        NAME: Call(settings, documents, lengths),
+    }
 
 
 def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) -> Rows:
@@ -363,6 +215,168 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
     return Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
 
 
+def _has_all_in_order(ends: Exchange, layout: SequenceLayout | None) -> bool:
+    """Whether this process has the whole sequence in its order: a model can number it by itself."""
+    whole = layout is None or layout == SequenceLayout.contiguous(layout.length, 1)
+    return ends.world_size == 1 and whole
+
+
+def _ids_of_text(module: Any, ids: Any, ends: Exchange) -> Any:
+    """Position ids that tell documents: those given, or of several dimensions those of the text.
+
+    On one process a model of rotations in several dimensions (M-RoPE) also takes (3, batch,
+    sequence), of which none are the text's, or (4, batch, sequence), of which the first are.
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 3 or ends.world_size > 1:
+        return ids
+    if not rotates_in_dimensions(module) or len(ids) not in (3, 4):
+        return ids
+    return ids[0] if len(ids) == 4 else None
+
+
+def check_ids(ids: Any, rows: Rows) -> None:
+    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        got = ids.dtype if isinstance(ids, Tensor) else repr(ids)
+        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
+    length = len(rows.positions)
+    if tuple(ids.shape) not in ((1, length), (rows.batch, length)):
+        more = (
+            " (positions in several dimensions are supported for models with M-RoPE, on one "
+            "process without a KV cache: use_cache=False)"
+        )
+        raise ValueError(
+            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
+            f"{(1, length)}; got {tuple(ids.shape)}{more if ids.dim() == 3 else ''}"
+        )
+
+
+def check_padding(mask: Any, rows: Rows) -> Tensor | None:
+    """The mask of the rows, checked, True where a position is padding; None without a mask."""
+    if mask is None:
+        return None
+    wanted = "(batch, local_sequence), 1 where a position is valid"
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
+    # peft's prompt tuning makes floats of a mask, and its virtual tokens come first.
+    additive = mask.is_floating_point() and not bool((mask[..., :1] == 1).all())
+    if mask.dim() != 2 or additive:
+        raise ValueError(
+            f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
+            f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"
+        )
+    if mask.shape != (rows.batch, len(rows.positions)):
+        raise ValueError(
+            f"attention_mask must have shape (batch, local_sequence), "
+            f"{(rows.batch, len(rows.positions))}; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            "attention_mask must hold 0 and 1 only (documents are told by position_ids that "
+            f"restart at 0); got {mask[(mask != 0) & (mask != 1)][0].item()}"
+        )
+    return mask.to(rows.positions.device) == 0
+
+
+def _check_positions(
+    name: str, positions: Positions, given: dict[str, Any], rows: Rows, padding: Tensor | None
+) -> None:
+    """Raise a ValueError unless the model can number the tokens."""
+    first, most = positions
+    ids, tokens = given.get("position_ids"), given.get("input_ids")
+    if most is not None:
+        needed = first + rows.total if ids is None else int(ids.max()) + 1
+        if needed > most:
+            raise ValueError(
+                f"{name} has embeddings of {most} positions, and numbers them from {first}; the "
+                f"input needs {needed}"
+            )
+    if first and ids is None and isinstance(tokens, Tensor) and len(rows.positions) < rows.total:
+        skipped = tokens == first - 1
+        if bool((skipped if padding is None else skipped & ~padding).any()):
+            raise ValueError(
+                f"{name} skips token {first - 1} when it numbers positions, which a shard cannot "
+                "count: pass an attention_mask that is 0 there, or position_ids"
+            )
+    if given.get("seq_idx") is not None and ids is None and given.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            "seq_idx names documents for layers other than attention: pass position_ids that "
+            "restart too, or cu_seq_lens_q; DataCollatorWithFlattening returns both"
+        )
+
+
+def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
+    """The documents that the keyword arguments of flash attention name."""
+    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if query is None and key is None:
+        return None
+    if query is None or key is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
+    borders = as_ints("cu_seq_lens_q", query)
+    if borders != as_ints("cu_seq_lens_k", key):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be equal: queries are those of all keys"
+        )
+    if rows.batch != 1:
+        raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
+    try:
+        return list(document_borders(borders, None, rows.total))
+    except ValueError as error:
+        raise ValueError(
+            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
+        ) from None
+
+
+def _documents(
+    name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange, first: int
+) -> list[int] | None:
+    """The documents that restarts of the position ids at `first` begin, the same on every rank.
+
+    Where ids do not count up, or not alike in all rows, a ValueError on every rank.
+    """
+    stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
+    valid = rows.positions < stops[:, None]
+    ids = ids.to(rows.positions.device).expand(rows.batch, -1) - first
+    begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
+    with ends.calls.enter(name, "position_ids"):
+        everyone = ends.share(begun)
+    starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
+    borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
+    expected = document_positions(rows.positions, borders)
+    failure = None
+    for row, local in (valid & (ids != expected)).nonzero()[:1].tolist():
+        failure = ValueError(
+            f"position_ids must count up from {first} and restart at {first} where a document "
+            f"begins, at the same positions in every row of the batch; in row {row}, position "
+            f"{rows.positions[local].item()} of the sequence must have "
+            f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
+        )
+    agree(name, ends, None if failure else {}, failure, rows.positions.device)
+    return borders if len(borders) > 2 else None
+
+
+_NO_RIGHT_PADDING = (
+    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
+    "them (padding on the left is for calls with a KV cache, as generate makes): {}"
+)
+
+
+def _lengths(
+    name: str, padding: Tensor | None, rows: Rows, layout: SequenceLayout | None, ends: Exchange
+) -> list[int] | None:
+    """Valid positions of each row, the same on every rank; None: all."""
+    if padding is None:
+        return None
+    with ends.calls.enter(name, "attention_mask") as scope:
+        found = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
+    return None if set(found) == {rows.total} else found
+
+
+# --- heads
+
+
 _QUERY = ("q_proj", "q_b_proj", "query", "q_lin", "query_key_value")
 _KEY = ("k_proj", "kv_b_proj", "key", "k_lin", "query_key_value")
 """What models call the projections whose rows follow the order of the heads."""
@@ -374,23 +388,16 @@ def pattern_of_heads(
     """The model's pattern for the heads that an attention module has on this rank.
 
     transformers' ``tp_plan`` and torch's ``parallelize_module`` leave each rank a few heads of a
-    layer, of which the module's config says how many there are, and its weights, which.
-
-    Args:
-        module: the attention module; its config and the weights of its projections count.
-        settings: of `set_attention`.
-        query_heads: of this call.
-        kv_heads: of this call.
-
-    Raises:
-        ValueError: there are other heads than the config says, and neither `head_slice` nor the
-            weights say which they are; or query heads are split and KV heads are not.
+    layer, of which the module's config says how many there are, and its weights, which. Where
+    neither `head_slice` nor the weights say it, a ValueError.
     """
     pattern = settings.pattern
     if settings.head_slice is not None:
         return pattern.of_heads(settings.head_slice, kv_heads)
-    own = Heads(query_heads, kv_heads)
-    layer = _heads_of_layer(module) or own
+    own = layer = Heads(query_heads, kv_heads)
+    config: Any = getattr(module, "config", None)
+    if query := getattr(config, "num_attention_heads", None):
+        layer = Heads(query, getattr(config, "num_key_value_heads", None) or query)
     if own == layer or (pattern.heads_are_alike and own.is_fraction_of(layer)):
         return pattern
     weights = _weight(module, _QUERY), _weight(module, _KEY)
@@ -401,92 +408,163 @@ def pattern_of_heads(
     return pattern.of_heads(found, kv_heads)
 
 
-def _heads_of_layer(module: nn.Module) -> Heads | None:
-    """What the config says; None where it says nothing."""
-    config: Any = getattr(module, "config", None)
-    query: Any = getattr(config, "num_attention_heads", None)
-    return Heads(query, getattr(config, "num_key_value_heads", None) or query) if query else None
-
-
 def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
     weights = (getattr(getattr(module, name, None), "weight", None) for name in names)
     return next((weight for weight in weights if weight is not None), None)
 
 
-class _Asked(threading.local):
-    """By the id of a config, which masks were asked for: True is causal, False bidirectional."""
-
-    def __init__(self) -> None:
-        self.masks: dict[int, set[bool]] = {}
+# --- losses
 
 
-_ASKED = _Asked()
+_IGNORED = -100  # transformers' label of what is not learnt
+_ADVICE = (
+    "num_items_in_batch must come from labels_per_rank, the labels of all ranks divided by the "
+    "number of ranks, or transformers' Trainer with average_tokens_across_devices=True, its default"
+)
 
 
-def forget_asked() -> None:
-    """Begin a call of a model: masks of earlier calls do not count."""
-    if not torch.compiler.is_compiling():
-        _ASKED.masks.clear()
+def rounded_count(given: dict[str, Any]) -> ValueError | None:
+    """An error if ``num_items_in_batch`` has come in half precision; else None."""
+    count = given.get("num_items_in_batch")
+    if not isinstance(count, Tensor) or count.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return ValueError(
+        f"num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
+        f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, which "
+        "casts floating arguments, pass num_items_in_batch.item(), or set cast_forward_inputs=False"
+    )
 
 
-def check_asked(module: nn.Module, is_causal: bool) -> None:
-    """Raise a ValueError if the model has asked for the other mask only.
+def agree_on_loss(name: str, settings: Settings, given: dict[str, Any]) -> None:
+    """Raise on every rank of several if a loss would be that of a shard, see `check_loss`."""
+    ends, failure, cached = resolve_exchange(settings.group), None, is_cached(given)
+    if ends.world_size == 1:
+        return
+    try:
+        if not cached:  # with a KV cache every rank has all logits
+            check_loss(name, given, ends.world_size)
+    except ValueError as error:
+        failure = error
+    failure = failure or rounded_count(given)
+    count = given.get("num_items_in_batch")
+    if isinstance(count, Tensor):
+        # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
+        reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
+        settings.counted.add("num_items_in_batch")
+        count = count.item() if reads else "a tensor"
+    shared = {"use_cache": cached, "num_items_in_batch": count}
+    agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
 
-    Compiled code and recomputation in another thread have no note of masks and are not checked.
+
+@dataclass(frozen=True, eq=False)  # no tuple: FSDP would round the divisor in it
+class Labels:
+    """What the loss of a call needs, which goes with the call to the hook behind the head.
+
+    Attributes:
+        labels: of this rank's shard, (batch, local_sequence), -100 where nothing is learnt.
+        divisor: ``num_items_in_batch``: what the sum is divided by.
+    """
+
+    labels: Tensor
+    divisor: Tensor | float
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Of logits (batch, local_sequence, classes): a shard's part of that of all tokens."""
+        logits = logits.flatten(0, 1)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        labels = self.labels.reshape(-1).to(logits.device)
+        total = nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+        by = self.divisor
+        return total / (by.to(total.device) if isinstance(by, Tensor) else by)
+
+
+# --- batches
+
+
+_SHARDED = (
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels"),
+    *("token_type_ids", "seq_idx"),
+)
+_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    layout: SequenceLayout,
+    group: Group = None,
+    *,
+    shift_labels: bool = True,
+) -> dict[str, Any]:
+    """This rank's part of a whole batch, with labels shifted before sharding.
+
+    All ranks of the group make the call with the same batch: they compare a digest of it (see
+    `check_same_batch`), in one small collective. Data must therefore be split over data-parallel
+    groups only, which the samplers of transformers' Trainer, accelerate and Lightning do not do by
+    themselves.
 
     Args:
-        module: the attention module.
-        is_causal: what it computes.
-    """
-    if torch.compiler.is_compiling():
-        return
-    asked = _ASKED.masks.get(id(getattr(module, "config", None)))
-    if asked and is_causal not in asked:
-        mask = "bidirectional" if is_causal else "causal"
-        raise ValueError(
-            f"{type(module).__name__} has is_causal={is_causal}, but its model asks for a {mask} "
-            "mask, so that transformers' own eager and sdpa attention differ: use a config whose "
-            "layers and masks agree (is_causal and use_bidirectional_attention decide it)"
-        )
+        batch: any of ``input_ids``, ``attention_mask``, ``position_ids``, ``token_type_ids``,
+            ``seq_idx`` and ``labels``, (batch, n), ``inputs_embeds`` (batch, n, hidden);
+            ``cu_seq_lens_q`` and its companions, which stay whole: what transformers' collators
+            return. Labels
+            are as transformers has them: where the tokens are, -100 where nothing is learnt.
+        layout: which positions each rank holds.
+        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process.
+        shift_labels: whether a token's label is the next token's, as causal language models learn
+            it. False for masked language models and token classification. Default True.
 
-
-def attention_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
-    **others: Any,
-) -> None:
-    """What transformers calls to make a mask; without it, it would drop masks in silence.
-
-    Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
-    hook has seen. Any other mask is refused here.
+    Returns:
+        Arguments for the model: the shards; and where labels are shifted also ``shift_labels``, the
+        label of the next position wherever that is held. On several ranks, and with gradient
+        accumulation, a loss also needs ``num_items_in_batch``: see `labels_per_rank`.
 
     Raises:
-        ValueError: the mask is another, or of other keys than those so far.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is unknown, or has another length than the layout; or ranks were
+            given different batches. On every rank.
+        RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
-    is_causal = mask_function is causal_mask_function
-    if is_causal:
-        plain = allow_is_causal_skip
-    else:
-        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
-    if not plain:
-        name = getattr(mask_function, "__qualname__", repr(mask_function))
+    ends = resolve_exchange(group)
+    whole, compared, failure = {}, {}, None
+    try:
+        whole = _checked(batch, layout, ends.world_size, shift_labels)
+        compared = {**batch, "layout": layout.digest[:8], "shift_labels": shift_labels}
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    agree_on_batch("shard_batch", compared, ends, failure)
+    shards = {name: batch[name] for name in _WHOLE if name in batch}
+    for name, tensor in whole.items():
+        shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat
+    return shards
+
+
+def _checked(
+    batch: Mapping[str, Any], layout: SequenceLayout, ranks: int, shift_labels: bool
+) -> dict[str, Tensor]:
+    """What is sharded, with shifted labels where they are wanted."""
+    if not isinstance(shift_labels, bool):
+        raise TypeError(f"shift_labels must be a bool, got {in_brief(shift_labels)}")
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout; got {in_brief(layout)}")
+    layout.check_ranks(ranks)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a dict of a model's arguments; got {in_brief(batch)}")
+    unknown = sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE}))
+    if unknown:
         raise ValueError(
-            "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees. A sliding window must be off: config.sliding_window=None where the "
-            "model allows that, as Mistral does; models that always make its mask, as Gemma3 does, "
-            "are not supported. For packing and padding, call set_attention(model, pattern) first. "
-            f"Got the mask {name.split('.')[0]}"
+            f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
         )
-    if kv_offset != 0 or kv_length != q_offset + q_length:
-        raise ValueError(
-            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
-            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
-        )
-    if others.get("config") is not None and not torch.compiler.is_compiling():
-        _ASKED.masks.setdefault(id(others["config"]), set()).add(is_causal)
+    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
+    if isinstance(whole.get("labels"), Tensor) and shift_labels:
+        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
+    for name, tensor in whole.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+        if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+            raise ValueError(
+                f"{name} must have the layout's {layout.length} positions in dimension 1; got "
+                f"shape {tuple(tensor.shape)}"
+            )
+    return whole

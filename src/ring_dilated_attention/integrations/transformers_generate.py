@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,46 +23,59 @@ from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from .transformers_cache import DilatedCache
 from .transformers_call import (
-    ARGUMENT,
-    CACHE_NAMES,
-    SETTINGS,
     Call,
+    Rows,
     Settings,
     cache_name,
     cache_of,
+    check_call,
+    check_ids,
+    check_padding,
     device_of,
     inputs_of,
+    layout_in_words,
     pattern_of_heads,
-    refuse,
 )
-from .transformers_models import rotates_in_dimensions
-from .transformers_rows import Rows, check_ids, check_padding
+from .transformers_support import CACHE_NAMES, NAME, rotates_in_dimensions
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CachedCall(Call):
     """A call of a model with a cache.
 
     Attributes:
         cache: of the model.
-        is_prompt: whether the cache is empty: the prompt is sharded, later tokens are not.
-        layout: which positions of the prompt each rank holds; None: this process has them all.
         columns: tokens of each row, padding included.
         kept: number of columns at the end whose hidden states are returned; 0: all columns.
+        after: valid positions of each row after the call.
+        position_ids: of each column that this rank computes; (1, columns) or (batch, columns).
+        is_prompt: whether the cache is empty: the prompt is sharded, later tokens are not.
+        layout: which positions of the prompt, filled up so that every rank holds one, each rank
+            holds; None: this process has them all.
         firsts: of a prompt with padding, the first valid column of each row: the model is given it
             as the first one, and `lengths` counts from there. None: column 0.
-        after: valid positions of each row after the call.
         valid: (batch, columns) of a prompt with padding, True where a column is valid.
     """
 
     cache: DilatedCache
-    is_prompt: bool
-    layout: SequenceLayout | None
     columns: int
     kept: int
-    firsts: list[int] | None
     after: list[int]
-    valid: Tensor | None
+    position_ids: Tensor
+    is_prompt: bool = False
+    layout: SequenceLayout | None = None
+    firsts: list[int] | None = None
+    valid: Tensor | None = None
+
+    def local(self, x: Tensor, rank: int) -> Tensor:
+        """What a rank computes of ids (batch, m) or embeddings (batch, m, hidden)."""
+        if self.firsts is not None:
+            first = torch.tensor(self.firsts, device=x.device)[:, None]
+            x = _rows_at(x, (torch.arange(self.columns, device=x.device) + first) % self.columns)
+        if self.layout is None:
+            return x
+        filling = x.new_zeros(x.shape[0], self.layout.length - self.columns, *x.shape[2:])
+        return self.layout.shard(torch.cat([x, filling], 1), rank, 1).contiguous()
 
 
 def attend_with_cache(
@@ -74,18 +87,9 @@ def attend_with_cache(
 ) -> Tensor:
     """Attention of a prompt, or of new tokens to a cache, which has their rows afterwards.
 
-    Args:
-        call: of the model.
-        module: the attention module.
-        tensors: query, key and value as transformers has them, (batch, heads, m, head_dim).
-        is_causal: must be True.
-        scale: factor on the scores; None: head_dim ** -0.5.
-
-    Returns:
-        (batch, m, heads, head_dim).
-
-    Raises:
-        ValueError: the layer is not causal, or its keys are not those that the cache was given.
+    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim); the
+    result is (batch, m, heads, head_dim). A ValueError if the layer is not causal, or its keys are
+    not those that the cache was given.
     """
     layer = call.cache.taken(module, *tensors[1:])
     if not is_causal:
@@ -115,23 +119,10 @@ def attend_with_cache(
     return out
 
 
-def restored(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The hook behind a decoder: hidden states in the order of the input, the same on every rank.
-
-    Args:
-        module: the model without its head.
-        args: none.
-        kwargs: what `prepared_with_cache` returned; of a call without a cache nothing is changed.
-        output: of the forward.
-
-    Returns:
-        None, or `output` changed in place.
-    """
-    call = kwargs.get(ARGUMENT)
-    if not isinstance(call, CachedCall):
-        return None
+def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
+    """Behind a decoder: `output`, its hidden states in the order of the input, on every rank."""
     call.cache.finish(call.after, call.columns, call.valid)
-    if not call.is_prompt or (call.layout is None and call.firsts is None):
+    if call.layout is None and call.firsts is None:
         return None
     hidden = output.last_hidden_state
     first = torch.tensor(call.firsts or [0] * len(hidden), device=hidden.device)[:, None]
@@ -144,35 +135,25 @@ def restored(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
             output.last_hidden_state = _gathered(hidden, wanted, call.layout, ends)
         return output
     if getattr(output, "hidden_states", None) is not None:
-        output.hidden_states = tuple(rows_at(x, every) for x in output.hidden_states)
-    output.last_hidden_state = rows_at(hidden, wanted)
+        output.hidden_states = tuple(_rows_at(x, every) for x in output.hidden_states)
+    output.last_hidden_state = _rows_at(hidden, wanted)
     return output
 
 
-def rows_at(x: Tensor, index: Tensor) -> Tensor:
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
     """Of each row of a batch, (batch, m, ...), the places that an index (batch, k) names."""
     index = index.reshape(*index.shape, *[1] * (x.dim() - 2)).expand(*index.shape, *x.shape[2:])
     return x.gather(1, index)
 
 
 def _gathered(hidden: Tensor, wanted: Tensor, layout: SequenceLayout, ends: Exchange) -> Tensor:
-    """Rows that ranks hold, on all of them, inside of a call.
-
-    Few columns: each rank sends a row for each of them, and what came from its owner is taken. Many
-    of them: whole shards are smaller.
-    """
-    if wanted.shape[1] * ends.world_size > layout.length:
-        most = layout.max_local_length
-        filling = hidden.new_zeros(len(hidden), most - hidden.shape[1], hidden.shape[2])
-        shards = all_gather(ends, torch.cat([hidden, filling], 1))
-        parts = [x[:, : layout.local_length(rank)] for rank, x in enumerate(shards)]
-        return rows_at(layout.unshard(parts, 1), wanted)
+    """Rows that ranks hold, on all of them: each rank sends a row for each that is wanted."""
     local, owner = (torch.zeros(layout.length, dtype=torch.int64) for _ in range(2))
     for rank in range(layout.world_size):
         positions = layout.positions(rank)
         owner[positions], local[positions] = rank, torch.arange(len(positions))
     owners, places = owner.to(wanted.device)[wanted], local.to(wanted.device)[wanted]
-    own = rows_at(hidden, torch.where(owners == ends.rank, places, 0))
+    own = _rows_at(hidden, torch.where(owners == ends.rank, places, 0))
     result = torch.zeros_like(own)
     for rank, rows in enumerate(all_gather(ends, own)):
         result = torch.where((owners == rank)[..., None], rows, result)
@@ -184,20 +165,10 @@ _MOST_PROPOSED = 256
 """Tokens that may be taken back where an assistant model proposes them: its own configuration says
 how many, which is not known here, 20 by default. Each branch keeps as many more positions."""
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
-
-
-class _Columns(NamedTuple):
-    """The columns of a call.
-
-    Attributes:
-        call: what the model is to be told.
-        width: positions of the prompt, filled up so that every rank holds one.
-        position_ids: of each column that this rank computes; (1, columns) or (batch, columns).
-    """
-
-    call: CachedCall
-    width: int
-    position_ids: Tensor
+_PAD_TOKEN = (
+    "without a mask generate takes pad_token_id for padding: pass attention_mask where that token "
+    "is in the text"
+)
 
 
 def prepared_with_cache(
@@ -205,43 +176,33 @@ def prepared_with_cache(
 ) -> dict[str, Any]:
     """The arguments for a decoder that is called with a cache, made from those of its caller.
 
-    Args:
-        module: the model without its head.
-        settings: of `set_attention`.
-        given: arguments of its forward, by name, the same on every rank; under `ARGUMENT`, of how
-            many columns at the end its head wants hidden states.
-
-    Returns:
-        `given` with this rank's shard of a prompt, or the whole of later tokens; their
-        ``position_ids``, the cache, and a `CachedCall`.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported, or the ranks differ; on every rank.
-        RuntimeError: gradients are enabled; on every rank.
+    `given` are the same on every rank, under `NAME` of how many columns at the end the head wants
+    hidden states. They get this rank's shard of a prompt, or the whole of later tokens, with their
+    ``position_ids``, the cache, and a `CachedCall`. What is not supported, gradients, and ranks
+    that differ are errors on every rank.
     """
     ends, name = resolve_exchange(settings.group), type(module).__name__
-    failure, columns, words = None, None, None
+    failure, call, words = None, None, None
     try:
-        columns = _columns(module, settings, given, ends)
-        words = _words(given, columns.call) if ends.world_size > 1 else {}
+        call = _call(module, settings, given, ends)
+        words = _words(given, call) if ends.world_size > 1 else {}
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     agree(name, ends, words, failure, device_of(given))
-    assert columns is not None
-    call = columns.call
+    assert call is not None
     call.cache.start(call.after)
     dropped = ("cache_position", *CACHE_NAMES)
     kept = {key: value for key, value in given.items() if key not in dropped}
     for key in ("input_ids", "inputs_embeds"):
         if kept.get(key) is not None:
-            kept[key] = _local(kept[key], columns, ends.rank)
+            kept[key] = call.local(kept[key], ends.rank)
     return {
         **kept,
         "attention_mask": None,
-        "position_ids": columns.position_ids,
+        "position_ids": call.position_ids,
         cache_name(module): call.cache,
         "use_cache": True,
-        ARGUMENT: call,
+        NAME: call,
     }
 
 
@@ -255,16 +216,8 @@ def prepare_cache_for_generation(
 ) -> None:
     """What ``generate`` calls to make its cache: a `DilatedCache` with room for all it may need.
 
-    Args:
-        model: with `set_attention`.
-        generation_config: of ``generate``.
-        model_kwargs: arguments for the model; a cache is put into it.
-        generation_mode: of ``generate``.
-        batch_size: not used: the prompt has it.
-        max_cache_length: columns that may be cached.
-
-    Raises:
-        ValueError: another kind of cache is asked for, or a prompt is padded on the right.
+    It is put into `model_kwargs`. A ValueError where another kind of cache is asked for, or a
+    prompt is padded on the right.
     """
     if generation_config.use_cache is False:
         return
@@ -298,64 +251,68 @@ def prepare_cache_for_generation(
         model_kwargs[cache_name(model)] = cache
     else:
         _check_cache(model, cache)
-        _check_whole_text(model_kwargs, cache.get_seq_length())
+        has = cache.get_seq_length()
+        # transformers makes one of these of the whole text where the caller does not.
+        for text in (model_kwargs.get(key) for key in ("attention_mask", "position_ids")):
+            if isinstance(text, Tensor) and text.shape[-1] <= has:
+                raise ValueError(
+                    f"the KV cache has {has} columns: generate takes the whole text, of more "
+                    f"columns than these; got {text.shape[-1]}. crop() the cache to fewer, or "
+                    "reset() it"
+                )
         cache.reserve(max_cache_length)
         cache._is_user_defined = True  # transformers asks for that
 
 
-def _check_whole_text(model_kwargs: dict[str, Any], has: int) -> None:
-    """Raise unless ``generate`` got the text that a cache has, and more: `has` columns are cached.
-
-    transformers makes a mask or position ids of the whole text where the caller does not.
-    """
-    for key in ("attention_mask", "position_ids"):
-        given = model_kwargs.get(key)
-        if isinstance(given, Tensor) and given.shape[-1] <= has:
-            raise ValueError(
-                f"the KV cache has {has} columns: generate takes the whole text, of more columns "
-                f"than these; got {given.shape[-1]}. crop() the cache to fewer, or reset() it"
-            )
-
-
-def _columns(
-    module: nn.Module, settings: Settings, given: dict[str, Any], ends: Exchange
-) -> _Columns:
+def _call(module: Any, settings: Settings, given: dict[str, Any], ends: Exchange) -> CachedCall:
     """Check a call with a cache, and lay its columns out."""
-    refuse(module, given, ends.world_size)
     cache = cache_of(given)
     if cache is not None:
         _check_cache(module, cache)
-    _refuse_with_cache(module, given, ends)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
+            "or leave use_cache and the cache out"
+        )
+    check_call(module, given, ends.world_size, "cached")
     inputs = inputs_of(given)
     batch, count = inputs.shape[:2]
-    if not count:
-        raise ValueError(
-            f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
-        )
     cache = DilatedCache(module) if cache is None else cache
-    was, now = cache.settings, settings
-    if (was.pattern, was.group) != (now.pattern, now.group):
-        raise ValueError(
-            "the KV cache must be of the model's own pattern and group; set_attention was called "
-            f"since it was made, or with another model. It has {was.pattern}, the model "
-            f"{now.pattern}"
+    before, was = cache.get_seq_length(), cache.settings
+    others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
+    why = ""
+    if first := settings.positions.first:
+        why = f"{type(module).__name__} numbers positions from {first}: pass use_cache=False"
+    elif others:
+        why = (
+            "a model takes input_ids or inputs_embeds, attention_mask and position_ids; got "
+            f"{', '.join(sorted(others))}"
         )
+    elif not count:
+        why = f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
+    elif (was.pattern, was.group) != (settings.pattern, settings.group):
+        why = (
+            "it must be of the model's own pattern and group; set_attention was called since it "
+            f"was made, or with another model. It has {was.pattern}, the model {settings.pattern}"
+        )
+    elif before and len(cache.lengths) != batch:
+        why = (
+            f"the input must be of its batch: it has {len(cache.lengths)} rows of a batch, the "
+            f"input {batch}: reset() the cache for another batch"
+        )
+    if why:
+        raise ValueError(f"with a KV cache {why}")
     cache.check_start()
-    before = cache.get_seq_length()
-    if before and len(cache.lengths) != batch:
-        raise ValueError(
-            f"the KV cache has {len(cache.lengths)} rows of a batch, the input {batch}: reset() "
-            "the cache for another batch"
-        )
-    kept = given.get(ARGUMENT, 0)
-    if before:
-        return _later(settings, given, cache, inputs, kept)
-    return _prompt(settings, given, cache, inputs, kept)
+    call = (_later if before else _prompt)(settings, given, cache, inputs)
+    most = settings.positions.most
+    if most is not None and max(call.after) > most:
+        raise ValueError(f"the model has embeddings of {most} positions; got {max(call.after)}")
+    return call
 
 
 def _later(
-    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor, kept: int
-) -> _Columns:
+    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor
+) -> CachedCall:
     """New tokens behind what the cache has."""
     batch, count = inputs.shape[:2]
     before, device = cache.get_seq_length(), inputs.device
@@ -364,34 +321,32 @@ def _later(
         padding = check_padding(mask, Rows(batch, torch.arange(before + count, device=device), 0))
         assert padding is not None
         expected = torch.zeros_like(padding)
-        if cache.valid_columns is not None:
-            expected[:, : cache.valid_columns.shape[1]] = ~cache.valid_columns
+        if cache.valid is not None:
+            expected[:, : cache.valid.shape[1]] = ~cache.valid
         if not torch.equal(padding, expected):
             row, column = (padding != expected).nonzero()[0].tolist()
-            if cache.lengths[row] == 0 and padding[row, column]:
-                raise ValueError(
-                    f"the first {before} columns of a text must have a valid token of every row, "
-                    f"but those of row {row} are padding, and so is column {column}: give a larger "
-                    "prefill_chunk_size, above the longest padding on the left"
-                )
             raise ValueError(
                 "attention_mask must be that of the prompt, and 1 for the tokens behind it: a KV "
                 f"cache has no padding between tokens; in row {row}, column {column} must be "
-                f"{int(not expected[row, column])}. Without a mask generate takes pad_token_id for "
-                "padding: pass attention_mask where that token is in the text"
+                f"{int(not expected[row, column])} ({_PAD_TOKEN}; prefill_chunk_size must exceed "
+                "the padding on the left)"
             )
-    lengths = sorted(set(cache.lengths)) if len(set(cache.lengths)) == 1 else list(cache.lengths)
+    lengths = cache.lengths[:1] if len(set(cache.lengths)) == 1 else cache.lengths
     ids = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
     _check_position_ids(given, ids, None, batch)
-    after = [n + count for n in cache.lengths]
-    _check_room(settings, max(after))
-    call = CachedCall(settings, None, None, cache, False, None, count, kept, None, after, None)
-    return _Columns(call, count, ids)
+    return CachedCall(
+        settings,
+        cache=cache,
+        columns=count,
+        kept=given.get(NAME, 0),
+        after=[n + count for n in cache.lengths],
+        position_ids=ids,
+    )
 
 
 def _prompt(
-    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor, kept: int
-) -> _Columns:
+    settings: Settings, given: dict[str, Any], cache: DilatedCache, inputs: Tensor
+) -> CachedCall:
     """The first tokens of a cache."""
     batch, count = inputs.shape[:2]
     device, ends = inputs.device, resolve_exchange(settings.group)
@@ -406,58 +361,34 @@ def _prompt(
     if valid is not None and not torch.equal(valid, (places >= 0) & (places < stops)):
         raise ValueError(
             "attention_mask must be 1 at columns side by side, with padding on the left or on the "
-            "right; in some row it is 0 between them (without a mask, generate takes pad_token_id "
-            "for padding: pass attention_mask where that token is in the text)"
+            f"right; in some row it is 0 between them ({_PAD_TOKEN})"
         )
     _check_position_ids(given, places, valid, batch)
-    _check_room(settings, max(lengths))
     layout, width, positions = None, count, rows.positions
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
-        layout = _layout(settings.layout, width, ends.world_size)
+        layout = settings.layout
+        if (
+            layout is None
+            or (layout.length, layout.world_size) != (width, ends.world_size)
+            or not all(layout.local_length(rank) for rank in range(ends.world_size))
+        ):
+            layout = SequenceLayout.zigzag(width, ends.world_size)  # which balances causal work
         positions = layout.positions(ends.rank, device=device)
-    call = CachedCall(
+    return CachedCall(
         settings,
-        documents=None,
         lengths=None if set(lengths) == {width} else lengths,
         cache=cache,
+        columns=count,
+        kept=min(given.get(NAME, 0), count),
+        after=lengths,
+        # A model that looks at the largest position, or has few, is not to see those of padding.
+        position_ids=positions[None].clamp(max=max(0, max(lengths) - 1)),
         is_prompt=True,
         layout=layout,
-        columns=count,
-        kept=min(kept, count),
         firsts=firsts if any(firsts) else None,
-        after=lengths,
         valid=valid,
     )
-    # A model that looks at the largest position, or has few, is not to see those of padding.
-    return _Columns(call, width, positions[None].clamp(max=max(0, max(lengths) - 1)))
-
-
-def _check_room(settings: Settings, needed: int) -> None:
-    """Raise unless the model has embeddings of as many positions, or needs none."""
-    most = settings.positions.most
-    if most is not None and needed > most:
-        raise ValueError(f"the model has embeddings of {most} positions; got {needed}")
-
-
-def _layout(given: SequenceLayout | None, length: int, world_size: int) -> SequenceLayout:
-    """That of the model where it is one of such a prompt, else one that balances causal work."""
-    fits = given is not None and (given.length, given.world_size) == (length, world_size)
-    if fits and given and all(given.local_length(rank) for rank in range(world_size)):
-        return given
-    return SequenceLayout.zigzag(length, world_size)
-
-
-def _local(x: Tensor, columns: _Columns, rank: int) -> Tensor:
-    """What this rank computes of ids (batch, m) or embeddings (batch, m, hidden)."""
-    call = columns.call
-    if call.firsts is not None:
-        first = torch.tensor(call.firsts, device=x.device)[:, None]
-        x = rows_at(x, (torch.arange(call.columns, device=x.device) + first) % call.columns)
-    if call.layout is None:
-        return x
-    shape = (x.shape[0], columns.width - call.columns, *x.shape[2:])
-    return call.layout.shard(torch.cat([x, x.new_zeros(shape)], 1), rank, 1).contiguous()
 
 
 def _check_cache(module: Any, cache: Any) -> None:
@@ -470,34 +401,6 @@ def _check_cache(module: Any, cache: Any) -> None:
             "ring_dilated_attention.integrations.transformers.DilatedCache(model). Where only a "
             "part of the model has set_attention, such as model.model.language_model, give "
             f"generate {needs}. Got {type(cache).__name__}"
-        )
-
-
-def _refuse_with_cache(module: Any, given: dict[str, Any], ends: Exchange) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
-            "or leave use_cache and the cache out"
-        )
-    flags = {"output_router_logits": "they would be in another order"}
-    if ends.world_size > 1:
-        flags["output_hidden_states"] = f"on {ends.world_size} ranks they would be those of a shard"
-    for key, why in flags.items():
-        flag = given.get(key)
-        if getattr(module.config, key, False) if flag is None else flag:
-            raise ValueError(f"with a KV cache {key} must be False: {why}")
-    if first := getattr(module, SETTINGS).positions.first:
-        raise ValueError(
-            f"{type(module).__name__} numbers positions from {first}, for which there is no KV "
-            "cache: pass use_cache=False"
-        )
-    if given.get("return_dict") is False:
-        raise ValueError("with a KV cache return_dict must be True; got False")
-    others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
-    if others:
-        raise ValueError(
-            "with a KV cache a model takes input_ids or inputs_embeds, attention_mask and "
-            f"position_ids; got {', '.join(sorted(others))}"
         )
 
 
@@ -535,5 +438,5 @@ def _words(given: dict[str, Any], call: CachedCall) -> dict[str, Any]:
         "lengths": str(call.after),
         "first columns": str(call.firsts),
         "logits_to_keep": call.kept,
-        "layout": call.layout and f"{call.layout!r} ({call.layout.digest[:8]})",
+        "layout": layout_in_words(call.layout),
     }

@@ -14,7 +14,7 @@ import torch
 
 from .. import kernels
 from ..engine import kernels_on, merge_
-from ..exchange import Exchange, Shared, all_gather, refuse_capture, settle
+from ..exchange import Exchange, Shared, all_gather, refuse_capture, together
 from ..functional import autocast_inputs
 from ..options import check_options
 from ..pattern import in_brief
@@ -188,20 +188,16 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Resul
         return out.to(query.dtype), lse
     ends, device = cache.exchange, cache.keys.device
     refuse_capture(_NAME, ends, device)
-    selection, shared, failure = None, None, None
-    try:
-        selection = _check(tensors, cache, options)
-        words = {
-            "cache": cache.described,
-            "query": str(tuple(query.shape)),
-            "scale": options.scale,
-            "backend": options.backend,
-        }
-        shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
-        settle(scope, ends, device, shared, failure)
+        with together(scope, ends, device) as agreed:
+            selection = _check(tensors, cache, options)
+            words = {
+                "cache": cache.described,
+                "query": str(tuple(query.shape)),
+                "scale": options.scale,
+                "backend": options.backend,
+            }
+            agreed.shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
         out, lse = merged_over_ranks(ends, *_attend(tensors, cache, options, selection))
         return out.to(query.dtype), lse
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..documents import Integers, as_ints, even_slices, in_words
-from ..exchange import Exchange, Group, Shared, one_group, resolve_exchange, settle
+from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
 from ..kernels import NO_END
 from ..layout import SequenceLayout
@@ -260,23 +260,17 @@ class DilatedKVCache(DeepOnly):
             RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured.
         """
         ends, device = self.exchange, self.keys.device
-        shared, failure, found = None, None, None
-        try:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{_NAME}.prefill cannot be captured in a CUDA graph")
-            key, value = autocast_inputs(key, value)
-            to = self._rows_in(rows)
-            self._check_rows(key, value, len(to))
-            layout = resolve_layout(layout, key.shape[1], ends)
-            found = find_prompts(documents, lengths, layout.length, to)
-            self._check_length(max(len(prompt.document) for prompt in found))
-            shared = Shared.of({"cache": self.described} | words_of(layout, found, self._batch))
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
         with torch.no_grad(), ends.calls.enter(f"{_NAME}.prefill", "forward") as scope:
-            settle(scope, ends, device, shared, failure)
-            assert layout is not None
-            assert found is not None
+            with together(scope, ends, device) as agreed:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(f"{_NAME}.prefill cannot be captured in a CUDA graph")
+                key, value = autocast_inputs(key, value)
+                to = self._rows_in(rows)
+                self._check_rows(key, value, len(to))
+                layout = resolve_layout(layout, key.shape[1], ends)
+                found = find_prompts(documents, lengths, layout.length, to)
+                self._check_length(max(len(prompt.document) for prompt in found))
+                agreed.on({"cache": self.described} | words_of(layout, found, self._batch))
             begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
             self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
             hand_over(ends, (key, value), self.slots, layout, found)

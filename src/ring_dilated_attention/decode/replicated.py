@@ -35,6 +35,7 @@ from ..exchange import (
     refuse_capture,
     resolve_exchange,
     settle,
+    together,
 )
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
@@ -262,20 +263,15 @@ def _attend(
     refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
     device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
     refuse_capture(_NAME, ends, device)
-    call, shared, failure = None, None, None
-    try:
-        options = _options((query, key, value), pattern, **given)
-        call = _plan(options, query, key, _consecutive(positions, query.shape[1]), ends)
-        words = {
-            "positions": str(call.positions),
-            "query needs a gradient": str(call.returns_dquery),
-        }
-        shared = shared_words(options, query, key, ends, words=words, holder="key")
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
     with ends.calls.enter(_NAME, "forward") as scope:
-        settle(scope, ends, device, shared, failure)
-        assert call is not None
+        with together(scope, ends, device) as agreed:
+            options = _options((query, key, value), pattern, **given)
+            call = _plan(options, query, key, _consecutive(positions, query.shape[1]), ends)
+            words = {
+                "positions": str(call.positions),
+                "query needs a gradient": str(call.returns_dquery),
+            }
+            agreed.shared = shared_words(options, query, key, ends, words=words, holder="key")
         call = call._replace(number=scope.call.number)
         out, lse = apply_function(
             ReplicatedQueryAttention, query, key, value, call, in_operator=False

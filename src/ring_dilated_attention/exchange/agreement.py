@@ -50,7 +50,7 @@ class together:  # noqa: N801
 
         with together("unshard", ends, device) as agreed:
             check(tensor)
-            agreed.on(layout=layout)
+            agreed.on({"layout": layout})
 
     Args:
         where: the call under way; or the name of a function, for a call of its own that does
@@ -83,7 +83,8 @@ class together:  # noqa: N801
 
     def on(self, words: Mapping[str, Any]) -> None:
         """Compare these arguments with those of the other ranks."""
-        self.shared = Shared.of(words, self._advice)
+        if self._ends.world_size > 1:
+            self.shared = Shared.of(words, self._advice)
 
     def __enter__(self) -> together:
         return self

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ..exchange import (
     Exchange,
     Group,
-    Shared,
     all_gather,
     one_group,
     resolve_exchange,
     settle,
+    together,
     untraced,
 )
 from ..layout import SequenceLayout
@@ -242,26 +242,21 @@ class _ShardedForward:
         self, ends: Exchange, tokens: Any, given: dict[str, Any], all_layers: bool
     ) -> SequenceLayout:
         """The layout of a slide; an error on every rank unless all were given the same one."""
-        layout, shared, failure, numbers = None, None, None, (0.0, 0.0)
         device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
-        try:
-            layout = _layout(tokens, given, ends.world_size, self.holder)
-            shared = Shared.of(
-                {
-                    "shape": tuple(tokens.shape),
-                    "dtype": str(tokens.dtype),
-                    "all_layer_embed": all_layers,
-                    "global_pool": self.holder.pool.mean,
-                    "training": self.holder.encoder.training,
-                    "compare_inputs": self.compare_inputs,
-                }
-            )
-            if self.compare_inputs:
-                numbers = _numbers(tokens)
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
         with ends.calls.enter("shard_slide_encoder", "inputs") as scope:
-            settle(scope, ends, device, shared, failure)
+            with together(scope, ends, device) as agreed:
+                layout = _layout(tokens, given, ends.world_size, self.holder)
+                numbers = _numbers(tokens) if self.compare_inputs else (0.0, 0.0)
+                agreed.on(
+                    {
+                        "shape": tuple(tokens.shape),
+                        "dtype": str(tokens.dtype),
+                        "all_layer_embed": all_layers,
+                        "global_pool": self.holder.pool.mean,
+                        "training": self.holder.encoder.training,
+                        "compare_inputs": self.compare_inputs,
+                    }
+                )
             everyone = ends.share(numbers) if self.compare_inputs else [numbers]
             other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
             scope.in_step = bool(other)  # every rank raises
@@ -273,7 +268,6 @@ class _ShardedForward:
                     "in the same order, and have the same parameters: share slides out among "
                     "groups, not among the ranks of one, and average gradients over the ranks"
                 )
-        assert layout is not None
         return layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedForward:

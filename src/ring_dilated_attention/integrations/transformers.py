@@ -49,7 +49,7 @@ from ..exchange import Group, one_group, resolve_exchange
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import Schedule, check_options
-from ..parallel import agree_on_batch
+from ..parallel import comparing
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
 from .transformers_cache import DilatedCache as DilatedCache  # offered here
@@ -511,14 +511,11 @@ def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Before a model of images: refuses what would be ignored; ranks compare their images."""
     given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
     _forget_asked()
-    ends, failure = resolve_exchange(settings.group), None
-    try:
+    ends = resolve_exchange(settings.group)
+    with comparing(type(module).__name__, ends) as compared:
         check_call(module, given, ends.world_size, "images")
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    batch: dict[str, Any] = {k: x for k, x in given.items() if isinstance(x, Tensor | bool)}
-    batch = {} if failure else {**batch, "layout": layout_in_words(settings.layout)}
-    agree_on_batch(type(module).__name__, batch, ends, failure)
+        compared.update({k: x for k, x in given.items() if isinstance(x, Tensor | bool)})
+        compared["layout"] = layout_in_words(settings.layout)
 
 
 def _shard_images(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

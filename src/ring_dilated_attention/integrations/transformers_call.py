@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import as_ints, document_borders, in_words
-from ..exchange import Exchange, Group, agree, resolve_exchange
+from ..exchange import Exchange, Group, agree, resolve_exchange, together
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
 from ..options import Schedule
-from ..parallel import agree_on_batch
+from ..parallel import comparing
 from ..pattern import DilatedPattern, HeadSlice, in_brief
 from ..tiles import Backend
 from ..torch_op import lengths_of_mask
@@ -145,10 +145,9 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     supported, and ranks that differ, are errors on every rank.
     """
     ends, layout = resolve_exchange(settings.group), settings.layout
-    name, failure, rows = type(module).__name__, None, None
+    name = type(module).__name__
     mask, ids = given.get("attention_mask"), given.get("position_ids")
-    borders = text_ids = None
-    try:
+    with together(name, ends, device_of(given)) as agreed:
         check_call(module, given, ends.world_size)
         rows = _rows(given, ends, layout)
         text_ids = _ids_of_text(module, ids, ends)
@@ -156,18 +155,17 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         padding = check_padding(mask, rows)
         borders = _given_borders(given, rows)
         _check_positions(name, settings.positions, given, rows, padding)
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    shared = rows and {
-        "use_cache": False,
-        "batch": rows.batch,
-        "layout": layout_in_words(layout) or f"None (a shard of {len(rows.positions)} positions)",
-        "attention_mask": "None" if mask is None else "given",
-        "position_ids": "None" if ids is None else "given",
-        "cu_seq_lens_q": "None" if borders is None else "given",
-    }
-    agree(name, ends, None if failure else shared, failure, device_of(given))
-    assert rows is not None
+        shard = f"None (a shard of {len(rows.positions)} positions)"
+        agreed.on(
+            {
+                "use_cache": False,
+                "batch": rows.batch,
+                "layout": layout_in_words(layout) or shard,
+                "attention_mask": "None" if mask is None else "given",
+                "position_ids": "None" if ids is None else "given",
+                "cu_seq_lens_q": "None" if borders is None else "given",
+            }
+        )
     lengths = _lengths(name, padding, rows, layout, ends)
     first, documents = settings.positions.first, borders
     if text_ids is not None:
@@ -527,13 +525,9 @@ def shard_batch(
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
     ends = resolve_exchange(group)
-    whole, compared, failure = {}, {}, None
-    try:
+    with comparing("shard_batch", ends) as compared:
         whole = _checked(batch, layout, ends.world_size, shift_labels)
-        compared = {**batch, "layout": layout.digest[:8], "shift_labels": shift_labels}
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    agree_on_batch("shard_batch", compared, ends, failure)
+        compared.update(batch, layout=layout.digest[:8], shift_labels=shift_labels)
     shards = {name: batch[name] for name in _WHOLE if name in batch}
     for name, tensor in whole.items():
         shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat

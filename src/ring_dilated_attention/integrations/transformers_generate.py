@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ..decode import cached_attention
-from ..exchange import Exchange, agree, all_gather, resolve_exchange, settle
+from ..exchange import Exchange, all_gather, resolve_exchange, settle, together
 from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from .transformers_cache import DilatedCache
@@ -182,14 +182,10 @@ def prepared_with_cache(
     that differ are errors on every rank.
     """
     ends, name = resolve_exchange(settings.group), type(module).__name__
-    failure, call, words = None, None, None
-    try:
+    with together(name, ends, device_of(given)) as agreed:
         call = _call(module, settings, given, ends)
-        words = _words(given, call) if ends.world_size > 1 else {}
-    except Exception as error:  # whatever it is, the other ranks are to be told
-        failure = error
-    agree(name, ends, words, failure, device_of(given))
-    assert call is not None
+        if ends.world_size > 1:
+            agreed.on(_words(given, call))
     call.cache.start(call.after)
     dropped = ("cache_position", *CACHE_NAMES)
     kept = {key: value for key, value in given.items() if key not in dropped}

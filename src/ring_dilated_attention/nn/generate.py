@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step, steps_by_kernel
 from ..documents import Integers
-from ..exchange import Exchange, Group, agree, all_gather, one_group, resolve_exchange, settle
+from ..exchange import (
+    Exchange,
+    Group,
+    agree,
+    all_gather,
+    one_group,
+    resolve_exchange,
+    settle,
+    together,
+)
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..parallel import is_dtensor, is_fully_sharded
@@ -299,9 +308,7 @@ class TokenGenerator(nn.Module):
             "top_p": top_p,
             "seed": seed,
         }
-        caches: list[DilatedKVCache] = []
-        sampler, in_graph, failure = None, False, None
-        try:
+        with together(_NAME, ends, device) as agreed:
             check_positive_int("max_new_tokens", max_new_tokens)
             check_tokens(tokens, "(batch, local_sequence)")
             if capture is not None and not isinstance(capture, bool):
@@ -324,10 +331,7 @@ class TokenGenerator(nn.Module):
                 len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
             )
             in_graph = _captures(capture, self, caches, max_new_tokens)
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
-        agree(_NAME, ends, None if failure else shared, failure, device)
-        assert sampler is not None
+            agreed.on(shared)
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:

@@ -5,7 +5,7 @@
 what a rank has of a dimension of one, `torch_cuts` what each has.
 
 `shard` and `unshard` lead from whole tensors to shards and back. `check_same_batch` compares the
-batches of ranks, and `agree_on_batch` does so inside of another call.
+batches of ranks, and `comparing` does so in a function of another name.
 
 `labels_per_rank` is what a loss is divided by where DDP and FSDP2 average gradients, and
 `refuse_beside_wrapper` refuses calls whose gradients they do not. `is_fully_sharded` and
@@ -22,12 +22,12 @@ from .dtensors import (
     own_part,
     torch_cuts,
 )
-from .shards import agree_on_batch, check_same_batch, shard, unshard
+from .shards import check_same_batch, comparing, shard, unshard
 
 __all__ = [
     "Placed",
-    "agree_on_batch",
     "check_same_batch",
+    "comparing",
     "fill",
     "gather_weights_in",
     "group_of_dtensors",

@@ -101,16 +101,6 @@ def comparing(name: str, ends: Exchange) -> Iterator[dict[str, Any]]:
             agreed.on({key: repr(_printable(key, value)) for key, value in batch.items()})
 
 
-def agree_on_batch(
-    name: str, batch: Mapping[str, Any], ends: Exchange, failure: Exception | None
-) -> None:
-    """`comparing` where a function has refused before: `failure`."""
-    with comparing(name, ends) as compared:
-        if failure is not None:
-            raise failure
-        compared.update(batch)
-
-
 class _Words(str):
     """Text that is printed without quotes."""
 

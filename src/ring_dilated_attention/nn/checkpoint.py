@@ -170,17 +170,20 @@ class _Weights:
             id(x): x.detach().requires_grad_() if as_leaves and not x.is_leaf else x
             for x in self.tensors
         }
-        others: list[tuple[dict[str, Any], str, Any]] = []
+        # All or none: in a block that is computed again, `fully_shard` gathers some of them anew.
+        if all(there.get(id(x), x) is x for *_, x in self._places) and all(
+            tensors.get(name) is x or _is_kept_elsewhere(module, name, tensors.get(name), x)
+            for module, tensors, name, x in self._places
+        ):
+            yield self.tensors
+            return
+        others = [tensors.get(name, _NONE) for _, tensors, name, _ in self._places]
         try:
-            for module, tensors, name, tensor in self._places:
-                now = tensors.get(name)
-                if now is not tensor and _is_kept_elsewhere(module, name, now, tensor):
-                    continue
-                others.append((tensors, name, tensors.get(name, _NONE)))
+            for _, tensors, name, tensor in self._places:
                 tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]
             yield list(there.values())
         finally:
-            for tensors, name, other in others:
+            for (_, tensors, name, _), other in zip(self._places, others, strict=True):
                 if other is _NONE:
                     del tensors[name]
                 else:

@@ -293,15 +293,16 @@ def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, ste
         x.unsqueeze(2).expand(-1, -1, plan.num_kv_heads, -1) for x in (cache.keys, cache.values)
     )
     with kernels_on(query.device):
-        found = kernels.decode.begin_strips(
+        found = kernels.decode.attend_to_strips(
             query,
             keys,
             values,
             step.strips(cache, count),
             sum(branch.slots for branch in plan.branches),
             scale,
+            dtype=torch.float32 if cache.is_sharded else query.dtype,
             new=kernels.decode.NewRows(key, value, cache.lengths, cache.shard == 0),
-        ).merged(torch.float32 if cache.is_sharded else query.dtype)
+        )
     cache.advanced(count)
     return found
 

@@ -406,8 +406,9 @@ def _of_rows(
     if table is not None and table.shape[2]:
         count = table.shape[2]
         strips, most_rows = kernels.decode.Strips(table, count, 0), key.shape[1] * count
-        begun = kernels.decode.begin_strips(query, key, value, strips, most_rows, tiles.scale)
-        return begun.merged(dtype)
+        return kernels.decode.attend_to_strips(
+            query, key, value, strips, most_rows, tiles.scale, dtype=dtype
+        )
     batch, length, num_heads, _ = query.shape
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse = out.new_full((batch, num_heads, length), -torch.inf)

@@ -407,42 +407,6 @@ def _merge_kernel(
             tl.store(lengths + batch, tl.load(lengths + batch) + count)
 
 
-class Begun(NamedTuple):
-    """Attention to strips that a GPU computes, before programs' results are merged.
-
-    Attributes:
-        tensors: q, k and v.
-        new: the queries' own rows; None: there are none.
-        table: of the strips.
-        parts: what the programs write.
-        merge: how the second launch is made.
-    """
-
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    new: NewRows | None
-    table: torch.Tensor
-    parts: torch.Tensor
-    merge: KernelLaunch
-
-    def merged(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge the results, write new rows and add to the lengths: to be called once.
-
-        Args:
-            dtype: of out.
-
-        Returns:
-            out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the
-            cache has no room for.
-        """
-        q, k, v = self.tensors
-        out = q.new_empty(q.shape, dtype=dtype)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        new_k, new_v, lengths = _new_or_unread(self.new, q, self.table)
-        tensors = (self.parts, out, lse, new_k, new_v, k, v, self.table, lengths)
-        _merge_kernel(self.merge, tensors)
-        return out, lse
-
-
 def _new_or_unread(
     new: NewRows | None, q: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -450,7 +414,7 @@ def _new_or_unread(
     return (q, q, table) if new is None else new[:3]
 
 
-def begin_strips(
+def attend_to_strips(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -458,9 +422,10 @@ def begin_strips(
     most_rows: int,
     scale: float,
     *,
+    dtype: torch.dtype,
     new: NewRows | None = None,
-) -> Begun:
-    """Begin attention of queries to strips of rows, and among each other: it reads, and no more.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries to strips of rows, and among each other; `new` rows are written.
 
     Any strides, but a last stride of 1.
 
@@ -472,13 +437,15 @@ def begin_strips(
         strips: which rows the queries see; with `new`, those of `strips_of_cache`.
         most_rows: of a KV head in a row of the batch: about how many there may be.
         scale: factor on the scores.
-        new: the queries' own rows, for a cache.
+        dtype: of out.
+        new: the queries' own rows, for a cache; its lengths are counted up.
 
     Returns:
-        What merges the results, and writes new rows.
+        out (B, m, H, D), and lse (B, m, H), float32, natural log. NaN at a position that the cache
+        has no room for.
     """
     table = strips.table
-    new_k, new_v, _ = _new_or_unread(new, q, table)
+    new_k, new_v, lengths = _new_or_unread(new, q, table)
     numbers, split, merge = _launches(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),
@@ -492,7 +459,10 @@ def begin_strips(
     )
     parts = q.new_empty(numbers, dtype=torch.float32)
     _split_kernel(split, (q, k, v, new_k, new_v, table, parts))
-    return Begun((q, k, v), new, table, parts, merge)
+    out = q.new_empty(q.shape, dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _merge_kernel(merge, (parts, out, lse, new_k, new_v, k, v, table, lengths))
+    return out, lse
 
 
 @lru_cache(maxsize=_SHAPES_KEPT)
@@ -507,7 +477,7 @@ def _launches(
     new: tuple[bool, bool],
     tuning: DecodeTuning,
 ) -> tuple[int, KernelLaunch, KernelLaunch]:
-    """How calls of one shape are launched, whatever their tensors hold: see `begin_strips`.
+    """How calls of one shape are launched, whatever their tensors hold: see `attend_to_strips`.
 
     Args:
         shapes: of q and k.

@@ -177,7 +177,7 @@ class _Weights:
         ):
             yield self.tensors
             return
-        others = [tensors.get(name, _NONE) for _, tensors, name, _ in self._places]
+        others: list[Any] = [tensors.get(name, _NONE) for _, tensors, name, _ in self._places]
         try:
             for _, tensors, name, tensor in self._places:
                 tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]

@@ -282,7 +282,7 @@ class Fault(NamedTuple):
 _FAILED = r"rank {victim} failed in call \d+ \(.*MemoryError: no memory for a tile"
 _DIFFER = r"ExchangeError: ranks are in different calls.*rank {victim} in call \d+ \(dilated_att"
 _ARGUMENTS = r"ValueError: .*pattern is .* on rank {victim}"
-_THREADS = r"threads ('user \d'|one of autograd)"
+_THREADS = r"threads? ('user \d'|one of autograd)"
 
 FAULTS = {
     "killed before the first call": Fault(before_the_first_call, "kill", times_out=True),

@@ -202,8 +202,11 @@ class DilatedPattern:
         zero_keys: bool = False,
         head_slice: Sequence[int] | None = None,
     ) -> None:
-        names = "segment_lengths", "dilation_rates"
-        for name, values in zip(names, (segment_lengths, dilation_rates), strict=True):
+        given: dict[str, Any] = {
+            "segment_lengths": segment_lengths,
+            "dilation_rates": dilation_rates,
+        }
+        for name, values in given.items():
             if not isinstance(values, Sequence) or isinstance(values, str):
                 raise TypeError(
                     f"{name} must be a list of ints, one per branch; got {in_brief(values)}"
@@ -260,7 +263,7 @@ class DilatedPattern:
     def single_branches(self) -> Iterator[DilatedPattern]:
         """The pattern of each branch by itself, where heads run all of them."""
         for segment_length, rate in self.branches:
-            yield replace(self, segment_lengths=[segment_length], dilation_rates=[rate])
+            yield replace(self, segment_lengths=(segment_length,), dilation_rates=(rate,))
 
     def slice_for(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> HeadSlice | None:
         """What `head_slice` must be in the pattern of a call; None where all heads are alike.

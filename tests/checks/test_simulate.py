@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from support.changed_messages import change_rows, lose_returned_gradients, send_a_byte_more
+from support.changed_messages import change_rows, lose_returned_gradients
 from support.strategies import cases
+from support.wrong_bytes import send_a_byte_more
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import Case, make_layout, simulate

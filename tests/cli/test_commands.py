@@ -11,7 +11,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import typer
-from support.changed_messages import lose_returned_gradients, send_a_byte_more
+from support.changed_messages import lose_returned_gradients
+from support.wrong_bytes import send_a_byte_more
 from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention

@@ -63,8 +63,10 @@ def test_dilated_attention_where_autograd_is_off():
     expected = dilated_attention(query, key, value, PATTERN)
     leaf = query.clone().requires_grad_()
     with torch.inference_mode():
-        made = [x.clone() for x in (query, key, value)]
-        outs = [dilated_attention(*made, PATTERN), dilated_attention(leaf, key, value, PATTERN)]
+        outs = [
+            dilated_attention(query.clone(), key.clone(), value.clone(), PATTERN),
+            dilated_attention(leaf, key, value, PATTERN),
+        ]
         with torch.enable_grad():
             outs.append(dilated_attention(leaf, key, value, PATTERN))
     with torch._C._AutoDispatchBelowAutograd():

@@ -69,7 +69,9 @@ class SequenceLayout:
         if not self.ranges:
             raise ValueError("a layout needs at least one rank; got an empty list of ranges")
         self._hash = hash(self.ranges)
-        self.flat = tuple(itertools.chain.from_iterable(map(_flat, self.ranges)))
+        self.flat = tuple(
+            number for own in self.ranges for number in (len(own), *itertools.chain(*own))
+        )
         self.pieces = _pieces(self.ranges)
         expected = 0
         for piece in self.pieces:
@@ -359,10 +361,6 @@ def _size(name: str, tensor: torch.Tensor, dim: int) -> int:
             f"dim must be a dimension of {name}, which has {tensor.ndim}; got {in_brief(dim)}"
         )
     return tensor.shape[dim]
-
-
-def _flat(ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return len(ranges), *itertools.chain.from_iterable(ranges)
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:

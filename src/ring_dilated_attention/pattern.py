@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 HeadOffsets: TypeAlias = Literal["interleaved", "blocked"]
@@ -263,13 +263,7 @@ class DilatedPattern:
     def single_branches(self) -> Iterator[DilatedPattern]:
         """The pattern of each branch by itself, where heads run all of them."""
         for segment_length, rate in self.branches:
-            yield DilatedPattern(
-                [segment_length],
-                [rate],
-                head_offsets=self.head_offsets,
-                zero_keys=self.zero_keys,
-                head_slice=self.head_slice,
-            )
+            yield replace(self, segment_lengths=(segment_length,), dilation_rates=(rate,))
 
     def slice_for(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> HeadSlice | None:
         """What `head_slice` must be in the pattern of a call; None where all heads are alike.

@@ -341,11 +341,7 @@ def _pattern_of(
     )
 
 
-def _nbytes_of_layout(arguments: tuple[Any, ...], layout: SequenceLayout) -> int:
-    return 4 * INT_BYTES * len(arguments[0])
-
-
-@cache_by_size(4 << 20, _nbytes_of_layout)
+@cache_by_size(4 << 20, lambda arguments, layout: 4 * INT_BYTES * len(arguments[0]))
 def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
     return SequenceLayout.from_flat(flat)
 

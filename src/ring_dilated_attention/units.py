@@ -42,15 +42,9 @@ def _in_units(value: float, units: dict[str, float]) -> str:
     return f"{scaled:,.{digits}f} {name}"
 
 
-def count_of(count: int, noun: str, plural: str = "") -> str:
-    """A count with its noun: ``1 rank``, ``4,096 ranks``.
-
-    Args:
-        count: how many.
-        noun: its name in the singular.
-        plural: its name in the plural; empty: `noun` with an s.
-    """
-    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+def count_of(count: int, noun: str) -> str:
+    """A count with its noun, in the singular: ``1 rank``, ``4,096 ranks``."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def short_count(count: int) -> str:

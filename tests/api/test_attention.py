@@ -99,17 +99,6 @@ def sharded(layout, pattern, tensors, dout, **options):
     return [layout.unshard(shards, 1) for shards in zip(*by_rank, strict=True)]
 
 
-def test_results_do_not_depend_on_the_number_of_ranks():
-    torch.manual_seed(0)
-    pattern = DilatedPattern([16, 40, None], [1, 3, 8])
-    *tensors, dout = torch.randn(4, 1, 211, 4, 16, dtype=torch.float64)
-    one = sharded(SequenceLayout.contiguous(211, 1), pattern, tensors, dout, is_causal=True)
-    for world_size in (2, 3, 8):
-        layout = SequenceLayout.zigzag(211, world_size)
-        for a, b in zip(sharded(layout, pattern, tensors, dout, is_causal=True), one, strict=True):
-            assert relative_error(a, b) < FLOAT64
-
-
 def test_sums_in_the_dtype_of_the_inputs(monkeypatch):
     """As on CUDA, where returned gradients are wider than what they are added to."""
     monkeypatch.setattr(executor, "sum_dtype", lambda query, plan: query.dtype)
@@ -241,9 +230,12 @@ def test_strides_of_dimensions_of_one_element_do_not_matter(dim, backend):
 
 def test_scale_and_lse():
     query, key, value = torch.randn(3, 2, 10, 2, 8)
+    query.requires_grad_()
     out, lse = dilated_attention(
         query, key, value, DilatedPattern.dense(), scale=0.0, return_lse=True
     )
+    assert out.requires_grad
+    assert not lse.requires_grad
     assert_close_to(out, value.double().mean(1, keepdim=True).expand_as(value), terms=10)
     assert_close_to(lse, torch.full((2, 2, 10), 10.0, dtype=torch.float64).log(), terms=10)
 
@@ -265,21 +257,6 @@ def test_any_scale(scale, dtype, backend):
         )
         (outcome,) = run_here(case)
         assert outcome.passes(dtype), outcome
-
-
-def test_lse_is_outside_of_autograd():
-    query = torch.randn(1, 4, 1, 8, requires_grad=True)
-    out, lse = dilated_attention(query, query, query, DilatedPattern.dense(), return_lse=True)
-    assert out.requires_grad
-    assert not lse.requires_grad
-
-
-def test_gradients_flow_only_where_asked_for():
-    query = torch.randn(1, 6, 2, 8)
-    key = torch.randn(1, 6, 2, 8, requires_grad=True)
-    dilated_attention(query, key, query, DilatedPattern([3], [2])).sum().backward()
-    assert key.grad is not None
-    assert query.grad is None
 
 
 def test_autocast_casts_as_for_sdpa():
@@ -304,6 +281,8 @@ def test_autocast_casts_as_for_sdpa():
             assert torch.equal(a, b.to(a.dtype))
     doubles = [x.double() for x in leaves]
     assert run(*doubles, autocast=True, backend="auto")[0].dtype == torch.float64
+    mixed = run(leaves[0], leaves[1], leaves[2].bfloat16(), autocast=True, backend="auto")
+    assert mixed[0].dtype == torch.bfloat16
 
 
 def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
@@ -321,10 +300,3 @@ def test_kernels_are_launched_where_the_tensors_are(monkeypatch):
         with kernels_on(torch.device("cuda", index)):
             pass
     assert entered == [1]
-
-
-def test_mixed_dtypes_meet_under_autocast():
-    query, key, value = torch.randn(3, 1, 12, 2, 8).unbind(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = dilated_attention(query, key, value.bfloat16(), DilatedPattern.dense())
-    assert out.dtype == torch.bfloat16

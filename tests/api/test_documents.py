@@ -129,29 +129,6 @@ def assert_same(got, want):
         torch.testing.assert_close(a, b, rtol=FLOAT64, atol=FLOAT64)
 
 
-def test_documents_are_sequences_of_their_own():
-    whole = torch.randn(3, 2, 50, 4, 8, dtype=torch.float64).unbind(0)
-    got = attend(whole, is_causal=True, documents=[0, 1, 18, 50])
-    for start, stop in ((0, 1), (1, 18), (18, 50)):
-        alone = attend([x[:, start:stop] for x in whole], is_causal=True)
-        assert_same([x[:, start:stop] for x in got], alone)
-
-
-def test_a_row_is_what_a_sequence_of_its_length_is():
-    whole = torch.randn(3, 4, 50, 4, 8, dtype=torch.float64).unbind(0)
-    lengths = [17, 50, 0, 17]
-    for tensor in whole:
-        tensor[2], tensor[3, 17:] = torch.inf, torch.nan
-    got = attend(whole, lengths=lengths)
-    for row, length in enumerate(lengths):
-        own = [x[row : row + 1] for x in got]
-        if length:
-            alone = attend([x[row : row + 1, :length] for x in whole])
-            assert_same([x[:, :length] for x in own], alone)
-        assert all((x[:, length:] == 0).all() for x in (own[0], *own[2:]))
-        assert torch.isneginf(own[1][:, length:]).all()
-
-
 def test_documents_of_padded_rows_are_cut_off():
     whole = torch.randn(3, 2, 40, 4, 8, dtype=torch.float64).unbind(0)
     got = attend(whole, documents=[0, 9, 30], lengths=[30, 12])
@@ -201,42 +178,26 @@ def test_rows_of_a_batch_that_run_together():
 # --- Padding masks
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "uneven", None])
-def test_a_padding_mask_is_lengths(name):
-    world_size, total = 3, 21
+@pytest.mark.parametrize("documents", [None, [0, 5, 9, 17]])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("contiguous", 1), ("contiguous", 3), ("zigzag", 3), ("uneven", 3), (None, 3)],
+)
+def test_a_padding_mask_is_lengths(name, world_size, documents):
+    """Documents may end early with both: where the longest row does, or behind it."""
+    total, lengths = 21, [14 if documents else 21, 0, 8, 13]
     layout = make_layout(name or "contiguous", total, world_size)
     whole = torch.randn(3, 4, total, 4, 8).unbind(0)
-    lengths = [21, 0, 8, 13]
-    mask = torch.arange(total) >= torch.tensor(lengths)[:, None]
-
-    def rank(ends):
-        options = {"group": ends, "layout": layout if name else None}
-        shards = [layout.shard(x, ends.rank, 1) for x in whole]
-        shard = layout.shard(mask, ends.rank, 1)
-        return (
-            attend(shards, key_padding_mask=shard, **options),
-            attend(shards, lengths=lengths, **options),
-        )
-
-    for got, want in run_loopback(world_size, rank):
-        assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_documents_may_end_early_with_a_padding_mask_as_with_lengths(world_size):
-    total = 21
-    layout = SequenceLayout.contiguous(total, world_size)
-    whole = torch.randn(3, 4, total, 4, 8).unbind(0)
-    lengths = [14, 0, 8, 13]
     mask = torch.arange(total) >= torch.tensor(lengths)[:, None]
 
     def rank(ends):
         group = ends if world_size > 1 else None
-        options = {"group": group, "layout": layout, "documents": [0, 5, 9, 17]}
+        options = {"group": group, "layout": layout if name else None, "documents": documents}
         shards = [layout.shard(x, ends.rank, 1) for x in whole]
         shard = layout.shard(mask, ends.rank, 1)
-        with pytest.raises(ValueError, match="rise from 0 to the sequence length 14 or more"):
-            attend(shards, key_padding_mask=shard, **{**options, "documents": [0, 5, 9, 13]})
+        if documents:
+            with pytest.raises(ValueError, match="rise from 0 to the sequence length 14 or more"):
+                attend(shards, key_padding_mask=shard, **{**options, "documents": [0, 5, 9, 13]})
         return (
             attend(shards, key_padding_mask=shard, **options),
             attend(shards, lengths=lengths, **options),

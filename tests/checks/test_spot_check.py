@@ -69,7 +69,6 @@ def test_positions_to_check_are_in_every_branch_and_at_every_border():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"shard": [1]}, "shard must be a Shard, got type list"),
         ({"pattern": DilatedPattern([4], [2], zero_keys=True)}, "no zero keys"),
         ({"layout": SequenceLayout.contiguous(7, 1)}, "gives rank 0 a shard of 7 positions, got"),
         ({"positions": [3, 6]}, r"positions must lie in \[0, 6\); got 6"),

@@ -4,6 +4,7 @@ Ranks are started as torchrun starts them, which takes a third of its time; test
 runs torchrun itself.
 """
 
+import re
 import runpy
 import sys
 from importlib.util import find_spec
@@ -81,6 +82,15 @@ def test_a_wrong_result_is_an_exit_code(tmp_path):
     done = run_program(broken, SEVERAL_RANKS["several_gpus"], ranks=2)
     assert done.returncode == 1
     assert "differs from one process" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ring_in_one_page_equals_dilated_attention(ranks):
+    done = run_program(EXAMPLES / "ring_in_one_page.py", [], ranks=ranks)
+    assert done.returncode == 0, done.stderr[-2000:]
+    gaps = re.findall(r"largest difference from the library (\S+)", done.stdout)
+    assert len(gaps) == ranks
+    assert all(float(gap) < 1e-13 for gap in gaps)
 
 
 HAS_ITS_OWN_TEST = {

@@ -33,6 +33,9 @@ pytestmark = [  # the compiler's own
 ]
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
+DENSE = FlatOptions(
+    [0], [1], "interleaved", "all", False, False, None, [], "", "auto", "auto", None, True
+)
 GPU_MARKS = (
     pytest.mark.gpu,
     # Asking for NaN in uninitialised memory asks for determinism, which some kernels do not have.
@@ -80,35 +83,27 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize(
     ("options", "kv_heads", "dtype"),
     [
+        (DENSE, 4, torch.float32),
         (
-            FlatOptions(
-                [0], [1], "interleaved", "all", False, False, None, [], "", "auto", "auto", None,
-                True,
-            ),
-            4,
-            32,
-        ),
-        (
-            FlatOptions(
-                [6, 0], [2, 3], "blocked", "all", True, False, 0.3, [], "", "ring", "auto", 0.1,
-                True,
+            DENSE._replace(
+                segment_lengths=[6, 0], dilation_rates=[2, 3], head_offsets="blocked",
+                zero_keys=True, scale=0.3, exchange="ring", workspace=0.1,
             ),
             2,
-            64,
+            torch.float64,
         ),
         (
-            FlatOptions(
-                [5, 9], [7, 1], "interleaved", "split", False, True, None, [2, 9, 21, 0, 9], "",
-                "auto", "eager", None, True,
+            DENSE._replace(
+                segment_lengths=[5, 9], dilation_rates=[7, 1], head_branches="split",
+                is_causal=True, layout=[2, 9, 21, 0, 9], backend="eager",
             ),
             2,
-            16,
+            torch.bfloat16,
         ),
     ],
 )  # fmt: skip
 def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
-    dtypes = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}
-    tensors = leaves(21, kv_heads=kv_heads, dtype=dtypes[dtype])
+    tensors = leaves(21, kv_heads=kv_heads, dtype=dtype)
     measured = torch.tensor([21, 8]) if options.zero_keys else None
     borders = torch.tensor([0, 5, 21]) if options.zero_keys else None
     opcheck(FORWARD, (*tensors, measured, borders, *options))
@@ -416,10 +411,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
         with pytest.raises(RuntimeError, match=f"LongNet {refused}"):
             agree("LongNet", ends, {}, None, cuda)
         agree("LongNet", ends, {}, None, torch.device("cpu"))
-        options = FlatOptions(
-            [0], [1], "strided", "all", False, False, None, [], group_name(ends), "auto", "auto",
-            None, True,
-        )  # fmt: skip
+        options = DENSE._replace(group=group_name(ends))
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
             BACKWARD(*[tensor] * 7, None, None, *options)
 

@@ -57,26 +57,20 @@ def test_dilated_attention_of_meta_tensors_with_integers_that_do_not_fit(options
     assert said[0] == said[1]
 
 
-def test_dilated_attention_of_inference_tensors():
+def test_dilated_attention_where_autograd_is_off():
+    """Inference mode, also where `enable_grad` makes no difference; and below autograd."""
     query, key, value, _ = case()
     expected = dilated_attention(query, key, value, PATTERN)
+    leaf = query.clone().requires_grad_()
     with torch.inference_mode():
-        made = [x.clone() for x in (query, key, value)]
-        out = dilated_attention(made[0], made[1], made[2], PATTERN)
-        assert_close_to(out, expected, terms=20 * 16)
-        again = dilated_attention(query, key, value, PATTERN)
-        assert_close_to(again, expected, terms=20 * 16)
-
-
-def test_dilated_attention_where_autograd_is_off_in_the_dispatcher():
-    """Inference mode, in which `enable_grad` makes no difference, and what implements operators."""
-    query, key, value, _ = case()
-    expected = dilated_attention(query, key, value, PATTERN)
-    query.requires_grad_()
-    with torch.inference_mode(), torch.enable_grad():
-        out = dilated_attention(query, key, value, PATTERN)
+        outs = [
+            dilated_attention(query.clone(), key.clone(), value.clone(), PATTERN),
+            dilated_attention(leaf, key, value, PATTERN),
+        ]
+        with torch.enable_grad():
+            outs.append(dilated_attention(leaf, key, value, PATTERN))
+    with torch._C._AutoDispatchBelowAutograd():
+        outs.append(dilated_attention(leaf, key, value, PATTERN))
+    for out in outs:
         assert not out.requires_grad
         assert_close_to(out, expected, terms=20 * 16)
-    with torch._C._AutoDispatchBelowAutograd():
-        out = dilated_attention(query, key, value, PATTERN)
-    assert not out.requires_grad

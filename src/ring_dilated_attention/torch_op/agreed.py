@@ -35,16 +35,12 @@ def _agreed(tensor: torch.Tensor, name: str, group: str) -> torch.Tensor:
     return tensor.clone()
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return gradient, None, None
 
 
 implement(_library, AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
-torch.library.register_autograd(AGREED, _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd(AGREED, _backward, lib=_library)
 
 
 _TRACES_NO_RAISE = torch.__version__ < "2.13"  # as versions compare, not as text

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 
 from ..engine import TABLES, RingCall, ring_backward, ring_forward
-from ..exchange import (
-    Exchange,
-    exchange_named,
-    own_exchange,
-    refuse_capture,
-    settle,
-    together,
-)
+from ..exchange import Exchange, exchange_named, own_exchange, refuse_capture, settle, together
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
 from ..plan import costs

@@ -362,6 +362,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": [7, 7]}, ValueError, "lengths must hold one number for each of 1 rows"),
     ({"workspace": 0}, ValueError, "workspace must be > 0 and finite"),
     ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
+    ({"exchange": "ring"}, TypeError, "has no option 'exchange': keys stay where they are"),
+    ({"causal": True}, TypeError, "has no option 'causal'; AttentionOptions has is_causal"),
     ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
     ({"key": torch.randn(1, 0, 2, 8), "value": torch.randn(1, 0, 2, 8)}, ValueError, "is empty"),
 ]

@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
     "documents must rise from 0": ({"documents": [0, 3]}, ValueError),
     "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
     "sharded must be a bool": ({"sharded": 1}, TypeError),
+    "unexpected keyword argument 'beams'": ({"beams": 2}, TypeError),
     "capture must be a bool": ({"capture": 1}, TypeError),
     "capture=True needs a CUDA device": ({"capture": True}, ValueError),
 }

@@ -56,12 +56,6 @@ def test_dilated_attention_is_the_function_with_its_options(is_causal: bool) -> 
     assert not list(module.parameters())
 
 
-def test_dilated_attention_refuses_unknown_options() -> None:
-    for option in ("exchange", "backend"):
-        with pytest.raises(ValueError, match=rf"{option} must be one of .*'auto'.*got 'quick'"):
-            DilatedAttention(PATTERN, **{option: "quick"})  # type: ignore[arg-type]
-
-
 # --- MultiheadDilatedAttention
 
 

@@ -10,6 +10,7 @@ from support.small_models import encoder, own_tiles, slide, small
 from support.tolerances import assert_close_to
 from support.torchscale_definition import torchscale_by_definition
 from torch import nn
+from torch._inductor import config
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error
@@ -445,3 +446,32 @@ def test_derivatives_by_functions():
     want = torch.autograd.grad(loss(weights), list(weights.values()))
     for got, gradient in zip(torch.func.grad(loss)(weights).values(), want, strict=True):
         assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+@pytest.mark.skipif(
+    not hasattr(config.triton, "mix_order_reduction"), reason="torch is older than the fault"
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("miscounts", [False, True])
+def test_a_fault_of_the_compiler_is_gone_around(miscounts, monkeypatch):
+    """While slides are compiled, which have a class token more than tiles, and not otherwise."""
+    monkeypatch.setattr("ring_dilated_attention.nn.slide.MISCOUNTS_ROWS", miscounts)
+    model, found = encoder(num_layers=1).float(), []
+
+    def backend(graph, inputs):
+        found.append(config.triton.mix_order_reduction)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with config.patch({"triton.mix_order_reduction": True}):
+        for tiles in (40, 41, 57):
+            features, coordinates = slide(tiles)
+            want = model(features.float(), coordinates)
+            if not found:
+                assert config.triton.mix_order_reduction  # nothing is compiled yet
+            got = compiled(features.float(), coordinates)
+            torch.testing.assert_close(got.tiles, want.tiles)
+            got.cls.sum().backward()
+    assert found == [not miscounts] * 2  # one graph for all lengths but the first
+    torch._dynamo.reset()

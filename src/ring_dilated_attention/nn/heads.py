@@ -25,16 +25,7 @@ NARROW = 1024
 def check_head_sizes(
     embed_dim: int, num_heads: int, num_kv_heads: int | None
 ) -> tuple[int, int, int, int]:
-    """Validate head counts.
-
-    Returns:
-        (embed_dim, num_heads, num_kv_heads, head_dim), with None for `num_kv_heads` resolved.
-
-    Raises:
-        TypeError: a count is not an int.
-        ValueError: a count is below 1, num_heads does not divide embed_dim, or num_kv_heads
-            does not divide num_heads.
-    """
+    """(embed_dim, num_heads, num_kv_heads, head_dim); raises unless the numbers fit together."""
     embed_dim = check_positive_int("embed_dim", embed_dim)
     num_heads = check_positive_int("num_heads", num_heads)
     if num_kv_heads is None:
@@ -119,10 +110,6 @@ class Heads(NamedTuple):
     def __str__(self) -> str:
         return f"{self.query} query and {self.kv} KV heads"
 
-    def is_fraction_of(self, layer: Heads) -> bool:
-        """Whether these are as many KV heads of a layer as they are query heads, by fraction."""
-        return self.query * layer.kv == self.kv * layer.query
-
 
 def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
     """The KV heads that a module of attention computes on this rank; None: all of them.
@@ -167,7 +154,7 @@ def slice_of_projections(
     """
     if own == layer:
         return None
-    if not own.is_fraction_of(layer):
+    if own.query * layer.kv != own.kv * layer.query:
         raise ValueError(
             f"{name} has {own} on this rank, of {layer}: tensor parallelism must split KV heads as "
             "it splits query heads, over a number of ranks that divides both; use fewer ranks"

@@ -110,6 +110,10 @@ class Heads(NamedTuple):
     def __str__(self) -> str:
         return f"{self.query} query and {self.kv} KV heads"
 
+    def is_fraction_of(self, layer: Heads) -> bool:
+        """Whether these are as many KV heads of a layer as they are query heads, by fraction."""
+        return self.query * layer.kv == self.kv * layer.query
+
 
 def slice_of_heads(module: Any, query: Tensor, key: Tensor) -> HeadSlice | None:
     """The KV heads that a module of attention computes on this rank; None: all of them.
@@ -154,7 +158,7 @@ def slice_of_projections(
     """
     if own == layer:
         return None
-    if own.query * layer.kv != own.kv * layer.query:
+    if not own.is_fraction_of(layer):
         raise ValueError(
             f"{name} has {own} on this rank, of {layer}: tensor parallelism must split KV heads as "
             "it splits query heads, over a number of ranks that divides both; use fewer ranks"

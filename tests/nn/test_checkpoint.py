@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from support.small_models import Count
+from support.small_models import Count, make_model
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -13,8 +13,6 @@ from torch.utils.checkpoint import (
 
 from ring_dilated_attention.engine import ring_forward
 from ring_dilated_attention.nn import (
-    LongNet,
-    LongNetConfig,
     MultiheadDilatedAttention,
     attention_policy,
     keep_attention,
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # the compiler's own
 
 HOW = ("none", "full", "keep_attention")
-LAYERS = 2
+LAYERS = 2  # of the model
 
 
 def run_block(**options):
@@ -70,20 +68,6 @@ def test_the_policy_can_be_extended():
     for op in (FORWARD, torch.ops.aten.addmm.default):
         assert runs[op] == before[op]
     assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
-
-
-def make_model(how="none"):
-    torch.manual_seed(0)
-    config = LongNetConfig(
-        num_layers=LAYERS,
-        embed_dim=32,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_dim=48,
-        segment_lengths=(6, None),
-        dilation_rates=(1, 3),
-    )
-    return LongNet(config, checkpoint=how).double()
 
 
 def gradients_of(model, function, *arguments, **options):
@@ -142,14 +126,3 @@ def test_compiled_models_checkpoint(monkeypatch):
             torch.testing.assert_close(a, b)
         assert len(runs) == (2 * LAYERS if how == "full" else LAYERS)
     torch._dynamo.reset()
-
-
-def test_no_gradients_no_checkpoints():
-    tokens = torch.arange(2 * 24).view(2, 24)
-    with torch.no_grad():
-        assert torch.equal(make_model("keep_attention")(tokens), make_model()(tokens))
-
-
-def test_unknown_checkpoints_are_refused():
-    with pytest.raises(ValueError, match="checkpoint must be one of 'none', 'full', 'keep_att"):
-        make_model("some")

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.nn import map_rows
@@ -98,20 +97,6 @@ def test_backward_runs_under_the_autocast_of_forward(inside):
         assert chunked.dtype == whole.dtype
         assert 0 < relative_error(whole, want) < 0.02
         assert 0 < relative_error(chunked, want) < 1.3 * relative_error(whole, want)
-
-
-def test_inside_of_a_checkpoint():
-    module, arguments = TwoInputs(), inputs(13)
-    want = results_and_gradients(module, arguments, None)[2:]
-
-    def chunked(*arguments):
-        return map_rows(module, *arguments, rows=4, modules=(module,))
-
-    results = checkpoint(chunked, *arguments, use_reentrant=False)
-    loss = sum(y.float().square().sum() for y in results)
-    have = torch.autograd.grad(loss, [arguments[0], *module.parameters()])
-    for a, b in zip(have, want, strict=True):
-        assert relative_error(a, b) < 1e-12
 
 
 class Widest(TorchDispatchMode):

@@ -44,22 +44,18 @@ def test_loss_is_that_of_all_logits(checkpoint, chunk_rows):
         assert relative_error(a, b) < 1e-12
 
 
-def sharded(rank, world_size, group=None):
+def on_gloo(rank, world_size):
     """Of every way to compute it: this rank's loss and gradients."""
-    results = {}
-    tokens, labels = make_text()
+    results, group = {}, dist.group.WORLD
     for name, layout in LAYOUTS.items():
-        shards = [layout.shard(x, rank, 1) for x in (tokens, labels)]
+        shards = [layout.shard(x, rank, 1) for x in make_text()]
         for checkpoint in get_args(Checkpoint):
             for chunk_rows in (None, 5):
+                model = make_model(checkpoint, chunk_rows)
                 results[name, checkpoint, chunk_rows] = loss_and_gradients(
-                    make_model(checkpoint, chunk_rows), *shards, group=group, layout=layout
+                    model, *shards, group=group, layout=layout
                 )
     return results
-
-
-def on_gloo(rank, world_size):
-    return sharded(rank, world_size, dist.group.WORLD)
 
 
 def test_ranks_chunks_and_checkpoints_change_nothing():
@@ -137,16 +133,11 @@ def test_inputs_of_few_blocks_are_enough(blocks, chunk_rows):
         assert relative_error(a, b) < 1e-12
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_few_blocks_need_attention_kept(checkpoint):
-    with pytest.raises(ValueError, match=f"needs checkpoint 'keep_att.*got 2 with '{checkpoint}'"):
-        make_model(checkpoint, blocks=2)
-
-
 def test_logits_in_chunks():
     tokens, _ = make_text()
     with torch.no_grad():
-        assert relative_error(make_model(chunk_rows=5)(tokens), make_model()(tokens)) < 1e-12
+        logits = make_model("keep_attention", 5)(tokens)
+        assert relative_error(logits, make_model()(tokens)) < 1e-12
 
 
 def test_parameters_keep_their_names():
@@ -191,7 +182,15 @@ def test_bad_labels_of_one_rank_are_refused_on_all():
     assert "other ranks" not in said[0]
 
 
-@pytest.mark.parametrize(("chunk_rows", "kind"), [(0, ValueError), (1.5, TypeError)])
-def test_bad_chunks_are_refused(chunk_rows, kind):
-    with pytest.raises(kind, match=f"chunk_rows must be .* got {chunk_rows}"):
-        make_model(chunk_rows=chunk_rows)
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"chunk_rows": 0}, ValueError, "chunk_rows must be >= 1, got 0"),
+        ({"chunk_rows": 1.5}, TypeError, "chunk_rows must be .* got 1.5"),
+        ({"checkpoint": "some"}, ValueError, "checkpoint must be one of 'none', 'full', 'keep_att"),
+        ({"blocks": 2}, ValueError, "needs checkpoint 'keep_att.*got 2 with 'none'"),
+    ],
+)
+def test_bad_options_are_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        make_model(**options)

@@ -1,7 +1,6 @@
 """The slide encoder: the same on any ranks, in any chunks, with any checkpointing."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from support.small_models import encoder, own_tiles, slide, small
 from support.tolerances import assert_close_to
 from support.torchscale_definition import torchscale_by_definition
 from torch import nn
+from torch._inductor import config
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import reference_attention, relative_error
@@ -63,19 +63,6 @@ def test_it_is_what_it_says_it_is(options):
         assert relative_error(got, want) < 1e-10 or (got - want).abs().max() < 1e-11
 
 
-def test_sincos_by_hand():
-    got = sincos_positions(torch.tensor([[3, 0], [0, 2**30]]), 8)
-    assert got.dtype == torch.float32
-    x, y = 3.0, float(2**30)
-    want = [
-        [math.sin(x), math.sin(x / 100), math.cos(x), math.cos(x / 100), 0, 0, 1, 1],
-        [0, 0, 1, 1, math.sin(y), math.sin(y / 100), math.cos(y), math.cos(y / 100)],
-    ]
-    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=5e-7)
-    with pytest.raises(ValueError, match="embed_dim must be a multiple of 4; got 6"):
-        sincos_positions(torch.zeros(3, 2), 6)
-
-
 @pytest.mark.parametrize(("most", "error"), [(2**20, 2e-7), (2**30, 5e-7)])
 def test_sincos_of_large_coordinates(most, error):
     coordinates = torch.randint(-most, most, (500, 2), generator=torch.Generator().manual_seed(0))
@@ -84,6 +71,8 @@ def test_sincos_of_large_coordinates(most, error):
     angles = coordinates.double().numpy()[..., None] * frequencies
     want = np.concatenate((np.sin(angles), np.cos(angles)), -1).reshape(500, 768)
     assert np.abs(got.double().numpy() - want).max() < error
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of 4; got 6"):
+        sincos_positions(coordinates, 6)
 
 
 LAYOUTS = {
@@ -183,10 +172,11 @@ def test_gradients_hold_no_more_than_themselves(chunk_rows):
         assert gradient.stride() == parameter.stride()
 
 
-def test_layer_norm_keeps_half_precision():
-    norm, theirs = LayerNorm(48), nn.LayerNorm(48)
-    for module in (norm, theirs):
-        nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_layer_norm_keeps_half_precision(options):
+    norm, theirs = LayerNorm(48, **options), nn.LayerNorm(48, **options)
+    for parameter in (*norm.parameters(), *theirs.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     x = torch.randn(5, 48)
     assert torch.equal(norm(x), theirs(x))
     with torch.autocast("cpu", torch.bfloat16):
@@ -194,15 +184,6 @@ def test_layer_norm_keeps_half_precision():
         assert norm(x).dtype == torch.float32
     assert half.dtype == torch.bfloat16
     assert_close_to(half, wide)
-
-
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
-def test_layer_norm_with_fewer_parameters(options):
-    norm, theirs = LayerNorm(48, **options), nn.LayerNorm(48, **options)
-    for parameter in (*norm.parameters(), *theirs.parameters()):
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(5, 48)
-    assert torch.equal(norm(x), theirs(x))
     half = norm.bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16
     assert_close_to(half, theirs(x))
@@ -465,3 +446,32 @@ def test_derivatives_by_functions():
     want = torch.autograd.grad(loss(weights), list(weights.values()))
     for got, gradient in zip(torch.func.grad(loss)(weights).values(), want, strict=True):
         assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+@pytest.mark.skipif(
+    not hasattr(config.triton, "mix_order_reduction"), reason="torch is older than the fault"
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("miscounts", [False, True])
+def test_a_fault_of_the_compiler_is_gone_around(miscounts, monkeypatch):
+    """While slides are compiled, which have a class token more than tiles, and not otherwise."""
+    monkeypatch.setattr("ring_dilated_attention.nn.slide.MISCOUNTS_ROWS", miscounts)
+    model, found = encoder(num_layers=1).float(), []
+
+    def backend(graph, inputs):
+        found.append(config.triton.mix_order_reduction)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with config.patch({"triton.mix_order_reduction": True}):
+        for tiles in (40, 41, 57):
+            features, coordinates = slide(tiles)
+            want = model(features.float(), coordinates)
+            if not found:
+                assert config.triton.mix_order_reduction  # nothing is compiled yet
+            got = compiled(features.float(), coordinates)
+            torch.testing.assert_close(got.tiles, want.tiles)
+            got.cls.sum().backward()
+    assert found == [not miscounts] * 2  # one graph for all lengths but the first
+    torch._dynamo.reset()

@@ -8,10 +8,9 @@ keys are strips of rows to the decoding kernels, as those of a cache are, or til
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,7 +28,6 @@ from ..engine import (
 )
 from ..exchange import (
     Exchange,
-    Group,
     all_gather,
     one_group,
     refuse_capture,
@@ -38,14 +36,16 @@ from ..exchange import (
     together,
 )
 from ..functional import autocast_inputs
-from ..layout import SequenceLayout
-from ..options import AttentionOptions, check_options
+from ..options import OptionFields, check_options, read_options
 from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, TileGroup
 from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
-from ..tiles import Backend, accumulate_dtype, select_backend
+from ..tiles import accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
 from .attend import kernel_computes, merged_over_ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 _NAME = "replicated_query_attention"
 
@@ -149,17 +149,10 @@ def replicated_query_attention(
     pattern: DilatedPattern,
     positions: range | int,
     *,
-    is_causal: bool = False,
-    scale: float | None = None,
     documents: Integers | None = None,
     lengths: Integers | None = None,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    backend: Backend = "auto",
-    workspace: float | None = None,
-    head_slice: Sequence[int] | None = None,
     return_lse: bool = False,
+    **fields: Unpack[OptionFields],
 ) -> Any:  # out; (out, lse) with return_lse
     """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
 
@@ -185,23 +178,16 @@ def replicated_query_attention(
         pattern: which keys each head sees.
         positions: where in the whole sequence the query stands: m consecutive positions, or an int
             for a single one. The keys hold these positions too.
-        is_causal: whether a query sees only keys at positions <= its own.
-        scale: factor on the scores; None: head_dim ** -0.5.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
             positions, as in `dilated_attention`: a query sees keys of its own document. None: one.
         lengths: (batch,) ints, or a tensor: row b of the batch holds that many valid positions of
             the whole sequence, 0 to n, and padding behind them, which no query sees and whose
             queries get output 0, lse -inf and gradient 0. None: no padding.
-        group: the ranks that share the keys: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`, or
-            None for one process that holds them all.
-        mesh: another name for `group`; pass only one of the two.
-        layout: which rank holds which keys; None: contiguous equal shards.
-        backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
-        workspace: bound on the temporary memory of kernels, in multiples of the size of query, as
-            in `dilated_attention`; None, the default: what suits the device.
-        head_slice: (start, stop, total): the call's KV heads are heads start to stop (excluded) of
-            a layer with total of them. None: it has all heads.
-        return_lse: whether to return the lse too.
+        return_lse: whether to return the lse too. Default False.
+        fields: fields of `AttentionOptions` by name: `is_causal`, `scale`, `group` or `mesh` (the
+            ranks that share the keys), `layout` (which rank holds which keys), `backend`,
+            `workspace`, `head_slice`. `exchange` and `branch_gradients` are refused: keys do not
+            travel, and gradients are exact.
 
     Returns:
         out (batch, m, heads, head_dim) in the dtype of the inputs, equal on every rank; with
@@ -236,29 +222,20 @@ def replicated_query_attention(
         (query, key, value),
         pattern,
         positions,
-        one_group(group, mesh),
-        is_causal=is_causal,
-        scale=scale,
         documents=documents,
         lengths=lengths,
-        layout=layout,
-        backend=backend,
-        workspace=workspace,
-        head_slice=head_slice,
         return_lse=return_lse,
+        **fields,
     )
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    tensors: _Tensors,
-    pattern: DilatedPattern,
-    positions: range | int,
-    group: Group,
-    **given: Any,
+    tensors: _Tensors, pattern: DilatedPattern, positions: range | int, **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validate, plan, agree, run; `given` are the other options."""
-    ends = resolve_exchange(group)
+    """Validate, plan, agree, run; `given` are the other arguments."""
+    # Taken out of the options: nothing is looked up by the group's name.
+    ends = resolve_exchange(one_group(given.pop("group", None), given.pop("mesh", None)))
     query, key, value = autocast_inputs(*tensors)
     refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
     device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
@@ -279,11 +256,23 @@ def _attend(
         return out, lse
 
 
-def _options(tensors: _Tensors, pattern: DilatedPattern, **given: Any) -> FlatOptions:
+def _options(
+    tensors: _Tensors,
+    pattern: DilatedPattern,
+    *,
+    documents: Integers | None,
+    lengths: Integers | None,
+    return_lse: bool,
+    **fields: Any,
+) -> FlatOptions:
     """The options of a call, checked."""
-    documents, lengths = given.pop("documents"), given.pop("lengths")
-    check_options(pattern=pattern, return_lse=given.pop("return_lse"))
-    options = AttentionOptions(**given)  # without a group: nothing is looked up by its name
+    check_options(pattern=pattern, return_lse=return_lse)
+    for name in ("exchange", "branch_gradients"):
+        if name in fields:
+            raise TypeError(
+                f"{_NAME} has no option {name!r}: keys stay where they are, and gradients are exact"
+            )
+    options = read_options(_NAME, None, fields)
     validate_tensors(*tensors, same_length=False)
     if options.layout is None and tensors[1].shape[1] == 0:
         raise ValueError("the sequence is empty: key has no rows, and no layout is given")

@@ -157,13 +157,8 @@ def hand_over(
 
     Every rank sends to each other the rows that this one keeps, in one message, and no others; one
     message is under way at a time, so that a large cache does not take twice its memory.
-
-    Args:
-        ends: this rank's end of the group.
-        tensors: this rank's keys and values, (batch, local_sequence, kv_heads, head_dim).
-        slots: where this rank keeps what it gets.
-        layout: which positions each rank holds.
-        prompts: all rows of the batch, in the same order on every rank.
+    `tensors` are this rank's keys and values, (batch, local_sequence, kv_heads, head_dim), and
+    `slots` where it keeps what it gets; `prompts` have the same order on every rank.
     """
     for prompt, kept, _ in _parts(slots, layout, prompts, ends.rank, ends.rank):
         slots.keep(prompt.to, kept, [rows_of(x, prompt.rows, kept) for x in tensors])

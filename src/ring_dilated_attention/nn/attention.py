@@ -272,36 +272,22 @@ class MultiheadDilatedAttention(nn.Module):
         q_bnhd, k_bnhd = project_heads(layers[:2], inputs[:2], self.head_dim)
         return rope(q_bnhd), rope(k_bnhd), *project_heads(layers[2:], inputs[2:], self.head_dim)
 
-    def attend(
-        self,
-        q_bnhd: Tensor,
-        k_bnhd: Tensor,
-        v_bnhd: Tensor,
-        *,
-        is_causal: bool = False,
-        documents: Integers | None = None,
-        lengths: Integers | None = None,
-        key_padding_mask: Tensor | None = None,
-        group: Group = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
-        """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`."""
+    def attend(self, q_bnhd: Tensor, k_bnhd: Tensor, v_bnhd: Tensor, **options: Any) -> Tensor:
+        """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`.
+
+        Options are those of `dilated_attention` that `forward` has. By default there are none.
+        """
         out_bnhd: Tensor = dilated_attention(
             q_bnhd,
             k_bnhd,
             v_bnhd,
             self.pattern,
-            is_causal=is_causal,
             scale=self.scale,
-            documents=documents,
-            lengths=lengths,
-            key_padding_mask=key_padding_mask,
-            group=group,
-            layout=layout,
             exchange=self.exchange,
             backend=self.backend,
             branch_gradients=self.branch_gradients,
             head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
+            **options,
         )
         return out_bnhd
 

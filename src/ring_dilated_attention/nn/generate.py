@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,9 @@ from .tokens import (
     whole_length,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
+
 _NAME = "LongNet.generate"
 
 CHECKED_STEPS = 32
@@ -55,6 +58,24 @@ CAPTURED_TOKENS = 32
 
 TakeStep: TypeAlias = Callable[[Tensor], Tensor]
 """From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of `LongNet.generate`, which explains them, and of `LongNet.stream`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    allowed: Tensor | None
+    stop_token: int | None
+    seed: int
+    lengths: Integers | None
+    documents: Integers | None
+    group: Group
+    mesh: Group
+    layout: SequenceLayout | None
+    sharded: bool | None
+    capture: bool | None
 
 
 class TokenGenerator(nn.Module):
@@ -271,23 +292,7 @@ class TokenGenerator(nn.Module):
             raise
 
     def stream(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        allowed: Tensor | None = None,
-        stop_token: int | None = None,
-        seed: int = 0,
-        lengths: Integers | None = None,
-        documents: Integers | None = None,
-        group: Group = None,
-        mesh: Group = None,
-        layout: SequenceLayout | None = None,
-        sharded: bool | None = None,
-        capture: bool | None = None,
+        self, tokens: Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]
     ) -> Iterator[Tensor]:
         """What `generate` returns, token by token: an iterator of (batch,) int64 tensors.
 
@@ -296,66 +301,46 @@ class TokenGenerator(nn.Module):
         where weights are float32: caches have its dtype. Every rank takes equally many. The model,
         its weights and hooks too, must stay as it is until the last one: some of it was copied.
         """
-        ends = resolve_exchange(one_group(group, mesh))
-        device = device_of(tokens)
-        shared: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "stop_token": stop_token,
-            "sharded": sharded,
-            "capture": capture,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "seed": seed,
-        }
+        given: dict[str, Any] = dict(options)
+        ends = resolve_exchange(one_group(given.pop("group", None), given.pop("mesh", None)))
+        stop, sharded, capture, lengths, documents, layout = (
+            given.pop(name, None)
+            for name in ("stop_token", "sharded", "capture", "lengths", "documents", "layout")
+        )
+        device, vocabulary = device_of(tokens), self.config.vocab_size
         with together(_NAME, ends, device) as agreed:
             check_positive_int("max_new_tokens", max_new_tokens)
             check_tokens(tokens, "(batch, local_sequence)")
             if capture is not None and not isinstance(capture, bool):
                 raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
-            vocabulary = self.config.vocab_size
-            if stop_token is not None and not 0 <= check_int("stop_token", stop_token) < vocabulary:
-                raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop_token}")
+            if stop is not None and not 0 <= check_int("stop_token", stop) < vocabulary:
+                raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop}")
             longest = _longest_prompt(tokens, lengths, layout, ends)
-            sampler = Sampler(
-                vocabulary,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                allowed=allowed,
-                seed=seed,
-                device=device,
-            )
-            shared["allowed"] = None if allowed is None else _digest(allowed)
+            # What is left are its options; it refuses others.
+            sampler = Sampler(vocabulary, device=device, **given)
             caches = self.make_caches(
                 len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
             )
             in_graph = _captures(capture, self, caches, max_new_tokens)
-            agreed.on(shared)
+            allowed = given.get("allowed")
+            agreed.on(
+                {
+                    "max_new_tokens": max_new_tokens,
+                    "stop_token": stop,
+                    "sharded": sharded,
+                    "capture": capture,
+                    **{x: getattr(sampler, x) for x in ("temperature", "top_k", "top_p", "seed")},
+                    "allowed": None if allowed is None else _digest(allowed),
+                }
+            )
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:
             take = _captured_step(take, caches)
-        return _drawn(take, ends, logits, sampler, max_new_tokens, stop_token)
+        return _drawn(take, ends, logits, sampler, max_new_tokens, stop)
 
     def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        allowed: Tensor | None = None,
-        stop_token: int | None = None,
-        seed: int = 0,
-        lengths: Integers | None = None,
-        documents: Integers | None = None,
-        group: Group = None,
-        mesh: Group = None,
-        layout: SequenceLayout | None = None,
-        sharded: bool | None = None,
-        capture: bool | None = None,
+        self, tokens: Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]
     ) -> Tensor:
         """Continue prompts.
 
@@ -375,7 +360,8 @@ class TokenGenerator(nn.Module):
             stop_token: a row that has produced it goes on with this token alone, and generation
                 ends when all rows have; checking that waits for the device in every step. None, the
                 default: there is none.
-            seed: of the draws, from 0 to 2**62 - 1; the same draws on any number of ranks.
+            seed: of the draws, from 0, the default, to 2**62 - 1; they are the same on any number
+                of ranks.
             lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
                 padding behind them; new tokens follow the last one. None: no padding.
             documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
@@ -409,24 +395,7 @@ class TokenGenerator(nn.Module):
             >>> LongNet(config).generate(torch.tensor([[1, 2, 3]]), 5, temperature=0.8).shape
             torch.Size([1, 5])
         """
-        tokens_by_step = self.stream(
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            allowed=allowed,
-            stop_token=stop_token,
-            seed=seed,
-            lengths=lengths,
-            documents=documents,
-            group=group,
-            mesh=mesh,
-            layout=layout,
-            sharded=sharded,
-            capture=capture,
-        )
-        return torch.stack([*tokens_by_step], 1)
+        return torch.stack([*self.stream(tokens, max_new_tokens, **options)], 1)
 
 
 def _blocks(model: TokenGenerator) -> list[Block]:

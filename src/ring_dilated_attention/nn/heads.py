@@ -25,16 +25,7 @@ NARROW = 1024
 def check_head_sizes(
     embed_dim: int, num_heads: int, num_kv_heads: int | None
 ) -> tuple[int, int, int, int]:
-    """Validate head counts.
-
-    Returns:
-        (embed_dim, num_heads, num_kv_heads, head_dim), with None for `num_kv_heads` resolved.
-
-    Raises:
-        TypeError: a count is not an int.
-        ValueError: a count is below 1, num_heads does not divide embed_dim, or num_kv_heads
-            does not divide num_heads.
-    """
+    """(embed_dim, num_heads, num_kv_heads, head_dim); raises unless the numbers fit together."""
     embed_dim = check_positive_int("embed_dim", embed_dim)
     num_heads = check_positive_int("num_heads", num_heads)
     if num_kv_heads is None:

@@ -227,11 +227,9 @@ class LongNet(TokenGenerator):
             tokens: the local shard, int64, shape (batch, local_sequence).
             labels: the token that follows each of `tokens`, whichever rank holds it; the shape and
                 dtype of `tokens`. Where it is -100, nothing is learnt.
-            documents: cumulative lengths of documents packed in every sequence, in global
-                positions; the last label of a document counts like any other.
-            group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
-                for one process.
-            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+            documents: as for `forward`; the last label of a document counts like any other.
+            group: as for `forward`, as are `mesh` and `layout`.
+            mesh: another name for `group`.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:

@@ -65,15 +65,8 @@ def without_weights(module: nn.Module, device: torch.device | str | None = None)
 def refuse_sharded_apart(owner: nn.Module, why: Mapping[str, str]) -> None:
     """Raise where `fully_shard` gathers the weights of a submodule while nobody uses them.
 
-    It gathers them while that very module is called. The check is of the structure, which is the
-    same on every rank.
-
-    Args:
-        owner: the module whose weights these are.
-        why: names of submodules whose weights it uses without calling them, each with the reason.
-
-    Raises:
-        ValueError: there is one under `fully_shard`, or a module in it.
+    It gathers them while that very module is called; `why` says of submodules by name why `owner`
+    uses their weights without that. The check is of the structure, the same on every rank.
     """
     whole = type(owner).__name__.removeprefix("FSDP")
     for name, reason in why.items():
@@ -86,14 +79,7 @@ def refuse_sharded_apart(owner: nn.Module, why: Mapping[str, str]) -> None:
 
 
 def check_rows(name: str, tensor: Any, width: int, shape: str) -> None:
-    """Raise a `TypeError` or `ValueError` unless it is a tensor of 3 dimensions, the last `width`.
-
-    Args:
-        name: of the argument, for the message.
-        tensor: the argument.
-        width: of its last dimension.
-        shape: the dimensions before it, in words.
-    """
+    """Raise unless an argument is a dense tensor of 3 dimensions, `shape` in words and `width`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
     if tensor.is_nested or tensor.layout != torch.strided:

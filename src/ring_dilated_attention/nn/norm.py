@@ -38,15 +38,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
-    """What `LayerNorm` does, by the parameters of any `nn.LayerNorm`.
-
-    Args:
-        norm: its parameters, its epsilon and its shape are used.
-        rows: shape (..., normalized_shape), floating.
-
-    Returns:
-        See `LayerNorm.forward`.
-    """
+    """What `LayerNorm.forward` does, by the parameters of any `nn.LayerNorm`."""
     shape, eps = norm.normalized_shape, norm.eps
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return F.layer_norm(rows, shape, norm.weight, norm.bias, eps)
@@ -61,15 +53,7 @@ def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
 
 
 def normalize_gelu(norm: nn.Module, rows: Tensor) -> Tensor:
-    """`norm` of the GELU of rows, on GPUs by a kernel that reads and writes each row once.
-
-    Args:
-        norm: a module of rows. That of a `LayerNorm` without hooks is computed by the kernel.
-        rows: shape (..., width), floating.
-
-    Returns:
-        What ``norm(F.gelu(rows))`` does; from the kernel, rounded once.
-    """
+    """``norm(F.gelu(rows))``, where `fits_one_kernel` by reading and writing each row once."""
     if not fits_one_kernel(norm, rows):
         found: Tensor = norm(F.gelu(rows))
         return found

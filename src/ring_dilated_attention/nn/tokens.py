@@ -51,14 +51,8 @@ def agreed_positions(
 
     If any rank's tokens, documents or other arguments do not fit, an error on every rank: a rank
     that raised alone would leave the others waiting for it in the first attention.
-
-    Args:
-        tokens: the local shard, int64, shape (batch, local_sequence).
-        documents: cumulative lengths of documents packed in the whole sequence.
-        group: the ranks that share each sequence.
-        layout: which positions each rank holds; None: contiguous equal shards.
-        lengths: (batch,), the valid positions of each row of the batch, at least one.
-        check: raises unless the other arguments of the call fit.
+    The arguments are those of `LongNet.forward` and `TokenGenerator.prefill`; `check` raises unless
+    others fit.
     """
     positions, borders, valid, failure = None, documents, None, None
     rank, world_size = place_in(group)

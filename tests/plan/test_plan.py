@@ -25,13 +25,7 @@ from ring_dilated_attention.plan import (
 from ring_dilated_attention.plan.attention import Step, crossings_of
 from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.program import Program
-from ring_dilated_attention.plan.rows import (
-    dilated_rows,
-    intersect,
-    own_runs,
-    parts_of,
-    union_size,
-)
+from ring_dilated_attention.plan.rows import cut, dilated_rows, intersect, own_runs, union_size
 
 LONGNET = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 
@@ -555,7 +549,7 @@ def test_runs_are_what_a_rank_holds_of_segments(seed):
     borders = sorted({0, *range(0, total, size), *dice.sample(range(total), min(total, 2)), total})
     length = dice.choice([None, 1, 4, 7, 50])
     for rank in range(ranks):
-        runs = own_runs(parts_of(layout, borders, rank), length)
+        runs = own_runs(cut(layout.ranges[rank], borders, rank), length)
         rows = []
         for position in chain(*(range(*each) for each in layout.ranges[rank])):
             start = borders[bisect_right(borders, position) - 1]

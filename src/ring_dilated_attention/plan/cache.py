@@ -103,12 +103,9 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
+    @cached_property
     def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
-        return self._by_offset
-
-    @cached_property
-    def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         places: dict[int, list[int]] = {}
         for place, (_, offset) in enumerate(self.heads):
             places.setdefault(offset, []).append(place)
@@ -212,7 +209,7 @@ class CachePlan:
     def new_tiles(self, length: int, count: int) -> Iterator[NewTile]:
         """`count` new positions behind `length`: what each sees, by segments and heads."""
         for branch in self.branches:
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 stop = branch.members_before(offset, length + count)
                 new = range(branch.members_before(offset, length), stop)
                 for members, positions in branch.positions(offset, new):
@@ -224,7 +221,7 @@ class CachePlan:
         """What a rank keeps of `count` new positions behind `length`, of which it has all rows."""
         for branch in self.branches:
             most = branch.slots * self.shards
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 stop = branch.members_before(offset, length + count)
                 first = max(branch.members_before(offset, length), stop - most)
                 for members, positions in branch.positions(offset, range(first, stop)):
@@ -234,16 +231,12 @@ class CachePlan:
     def handed_over(
         self, layout: SequenceLayout, document: range, rank: int, shard: int
     ) -> Iterator[KeptRows]:
-        """What a rank has of a prompt that another one is to keep.
+        """What `rank` has of the document of a prompt that goes on, and `shard` is to keep.
 
-        Args:
-            layout: which positions each rank holds of the prompt.
-            document: the positions of the document that goes on.
-            rank: that has the rows.
-            shard: that keeps them; 0 where every rank keeps them all.
+        `shard` is 0 where every rank keeps all.
         """
         for branch in self.branches:
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 kept = branch.kept(offset, len(document), self.max_rewind)
                 for members, positions in branch.positions(offset, kept):
                     there = shifted(positions, document.start)

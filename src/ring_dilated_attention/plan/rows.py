@@ -16,8 +16,6 @@ from itertools import chain, compress, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ..layout import SequenceLayout
-
 
 def dilated_rows(
     segment_start: int, segment_stop: int, offset: int, rate: int, start: int, stop: int
@@ -297,19 +295,11 @@ class Link(NamedTuple):
         return self.branch, self.keys.start, self.start
 
 
-def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> list[Part]:
-    """The ranges that a rank holds, in local order, cut at document borders.
-
-    Args:
-        layout: which rank holds which positions.
-        documents: cumulative lengths of the documents; positions behind the last are in none.
-        rank: whose ranges.
-    """
-    return cut(layout.ranges[rank], documents, rank)
-
-
 def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
-    """Like `parts_of`, for any ranges of positions that are held one behind the other."""
+    """Ranges of positions that a rank holds one behind the other, cut at document borders.
+
+    `documents` are cumulative lengths; positions behind the last are in none.
+    """
     parts: list[Part] = []
     local = 0
     for start, stop in ranges:

@@ -259,7 +259,7 @@ class Accumulator:
 
         Args:
             add_all: calls `merge` and `add`, or launches what computes small tiles and adds them.
-            tensors: what it reads, which lives until it has been added.
+            tensors: what it reads, which lives until then.
             into: what is added to; what `join` is to wait for, too, before it is freed.
             is_long: whether the compute takes long enough for going behind to be worthwhile.
             holds: whether the tensors are results, which are held until then.

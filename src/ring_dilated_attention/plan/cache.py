@@ -80,10 +80,7 @@ class CachedBranch:
     def kept(self, offset: int, length: int, rewind: int = 0) -> range:
         """The members before position `length` that a later position can still be shown.
 
-        Args:
-            offset: of a head.
-            length: positions so far.
-            rewind: how many of these may be taken back.
+        Of a head at `offset`, if up to `rewind` positions may be taken back.
         """
         earliest = self.members_before(offset, max(0, length - rewind))
         return range(self.first_shown(offset, earliest), self.members_before(offset, length))
@@ -186,18 +183,6 @@ class CachePlan:
     def nbytes(self, batch: int, head_dim: int, itemsize: int) -> int:
         """Bytes of keys and values on each rank."""
         return 2 * batch * self.rows * head_dim * itemsize
-
-    def kept_rows(self, length: int) -> list[int]:
-        """For each KV head, how many rows a later position can still be shown: over all ranks.
-
-        Args:
-            length: positions so far.
-        """
-        rows = [0] * self.num_kv_heads
-        for branch in self.branches:
-            for head, offset in branch.heads:
-                rows[head] += len(branch.kept(offset, length))
-        return rows
 
     def own_members(self, members: range, shard: int) -> range:
         """Of consecutive members those that a rank holds, in its own numbers."""
@@ -381,12 +366,7 @@ def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[Tile
 
 
 def replicated_zero_keys(plan: PlanSpec, positions: range) -> tuple[TileGroup, ...]:
-    """The zero keys that these queries see: see `zero_key_groups`; no rank holds them.
-
-    Args:
-        plan: the pattern, and the documents.
-        positions: as for `replicated_groups`; row i of the queries is ``positions[i]``.
-    """
+    """The zero keys that the queries of `replicated_groups` see: see `zero_key_groups`."""
     queries = cut([(positions.start, positions.stop)], plan.documents, 0)
     return zero_key_groups(plan.tiling, queries)
 
@@ -423,12 +403,7 @@ def _pieces(part: Part, low: int, high: int) -> list[Part]:
 
 
 def replicated_strips(plan: PlanSpec, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
-    """The keys of `rank` that queries which every rank holds see, head by head.
-
-    Args:
-        plan: the pattern, and which rank holds which keys.
-        positions: as for `replicated_groups`, whose tiles these are.
-        rank: whose keys.
+    """The keys of `rank` that the queries of `replicated_groups` see, head by head.
 
     Returns:
         For each KV head, equally many strips of evenly spaced keys: the first local row, the step

@@ -245,7 +245,7 @@ class Prediction:
     Attributes:
         seconds: until it is done.
         compute: seconds of compute.
-        exposed: seconds that compute waits for rows: `device` less `compute`.
+        exposed: seconds that compute waits for rows.
         host: seconds that the host takes; where that is more than the device needs, it decides.
         steps: steps in which rows are received.
         inside_bytes: rows received from ranks of the own host.
@@ -259,11 +259,6 @@ class Prediction:
     steps: int
     inside_bytes: int
     across_bytes: int
-
-    @property
-    def device(self) -> float:
-        """Seconds that the device takes, waits included."""
-        return self.compute + self.exposed
 
 
 def host_of_ranks(hosts: int, ranks_per_host: int) -> tuple[int, ...]:

@@ -113,11 +113,8 @@ class PackedTiles(NamedTuple):
     What packed documents come to: thousands of tiles, written down and handled as two columns.
 
     Attributes:
-        branch: as of a `Tile`.
-        heads: as of a `Tile`.
-        is_causal: as of a `Tile`.
-        stride: of the rows of each, in local rows.
-        head_stride: from one head of each to the next, in local rows.
+        branch, heads, is_causal: as of a `Tile`.
+        stride, head_stride: as of the `Rows` of each.
         starts: of each tile, the first local row of its first head.
         lengths: of each tile, the rows of a head.
     """
@@ -427,15 +424,11 @@ def join_runs(
 ) -> tuple[list[OwnRun], list[Link]]:
     """Make one run of neighbours that lie in one segment, though other positions lie between them.
 
+    `runs` and `links` (between two parts of this rank) are of one branch, whose dilation is `rate`.
     With zigzag a rank holds one range near the start of the sequence and one near its end. Where a
     segment holds both, the local rows of both are one tile, also a causal one: rows are in the
     order of their positions. The rows of every head must go on at the dilation rate, so the number
     of positions between must be a multiple of it.
-
-    Args:
-        runs: of a branch, in local order.
-        links: of the branch, between two parts that this rank holds.
-        rate: dilation rate of the branch.
 
     Returns:
         The runs, and the links that they do not contain.

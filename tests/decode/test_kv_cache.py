@@ -40,7 +40,6 @@ def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads,
     horizon = length + 80  # beyond: every offset comes by once more in each segment
     plan = plan_cache(pattern, heads, horizon if None in pattern.segment_lengths else None)
     stored = {(branch.index, head): branch for branch in plan.branches for head in branch.heads}
-    rows = [0] * heads
     for index in range(len(pattern.branches)):
         for head in pattern.heads(index, heads):
             want = members_shown_later(pattern, index, head.offset, length, horizon)
@@ -53,8 +52,7 @@ def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads,
             assert [n for members, _ in runs for n in members] == list(kept)
             assert {position for _, found in runs for position in found} == want
             assert len(kept) <= branch.slots
-            rows[head.head] += len(want)
-    assert plan.kept_rows(length) == rows
+            assert len(kept) == len(want)
 
 
 @settings(max_examples=300)

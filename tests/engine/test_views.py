@@ -56,7 +56,8 @@ def test_blocks_are_the_rows_of_their_tiles(pattern, layout, is_causal, heads, g
         for family in families(tiles.tiles):
             for whole in family.blocks(batch, group):
                 for block in whole.slices(most_rows=7):
-                    q, k = block.view_queries(queries), block.view_keys(keys)
+                    q = block.place_queries(queries).of(queries)
+                    k = block.place_keys(keys).of(keys)
                     assert block.pairs * 2 >= q.shape[:3].numel()
                     cells = zip(_cells(q, q_shape), _cells(k, k_shape), strict=True)
                     got.extend((block.is_causal, *cell) for cell in cells)

@@ -49,8 +49,8 @@ def test_a_slow_link_is_exposed():
     assert found.inside_bytes == received
     assert found.across_bytes == 0
     expected = received / 1e3 + 0.5 * messages
-    assert found.device == pytest.approx(expected, rel=1e-2)
-    assert found.exposed == pytest.approx(found.device - found.compute)
+    assert found.seconds == pytest.approx(expected, rel=1e-2)
+    assert found.exposed == pytest.approx(found.seconds - found.compute)
 
 
 def test_rows_behind_compute_are_not_exposed():
@@ -75,8 +75,8 @@ def test_gradients_travel_too():
     rank = dense(2).rank(0)
     nbytes = costs.traffic(rank, SIZE).forward_received
     rates = replace(PLAIN, inside=costs.Link(bytes_per_second=nbytes, latency=0))
-    assert costs.predict(rank, SIZE, rates, backward=False).device == pytest.approx(1, abs=0.2)
-    assert costs.predict(rank, SIZE, rates, backward=True).device == pytest.approx(2, abs=0.2)
+    assert costs.predict(rank, SIZE, rates, backward=False).seconds == pytest.approx(1, abs=0.2)
+    assert costs.predict(rank, SIZE, rates, backward=True).seconds == pytest.approx(2, abs=0.2)
 
 
 def test_bytes_inside_and_across_hosts():

@@ -84,15 +84,7 @@ def merge(
     *,
     store: bool,
 ) -> None:
-    """Merge a tile's result into `out` and `lse`, in place; see `merge.merge_`.
-
-    Args:
-        out: (outer, inner, rows, head_dim), any floating dtype; may be a strided view.
-        lse: (outer, inner, rows), natural log; -inf where nothing has been seen yet.
-        tile_out: like `out`, any floating dtype.
-        tile_lse: like `lse`.
-        store: whether to write the tile's result over what `out` and `lse` hold.
-    """
+    """`merge_` of (outer, inner, rows, head_dim) views; `store`: write over what is there."""
     if runs_triton(out):
         kernels.rows.merge_rows(out, lse, tile_out, tile_lse, store=store)
     elif store:
@@ -103,12 +95,9 @@ def merge(
 
 
 def add(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], *, store: bool) -> None:
-    """Add each part (outer, inner, rows, head_dim) to its total, in place.
+    """Add each part (outer, inner, rows, head_dim) to its total, in place; or `store` it there.
 
-    Args:
-        totals: disjoint views, at least one, of tensors of one device, all float64 or none.
-        parts: as many, of the same shapes.
-        store: whether to replace what is there.
+    The totals are disjoint views, at least one, of tensors of one device, all float64 or none.
     """
     if runs_triton(totals[0]):
         kernels.rows.add_rows(totals, parts, store=store)
@@ -133,12 +122,9 @@ def sum_dtype(query: torch.Tensor, additions: float) -> torch.dtype:
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, into: torch.Tensor) -> None:
-    """Write ``delta = rowsum(dout * out)``.
+    """Write ``delta = rowsum(dout * out)`` of (batch, sequence, heads, head_dim).
 
-    Args:
-        dout: gradient of the output, (batch, sequence, heads, head_dim).
-        out: the output, (batch, sequence, heads, head_dim).
-        into: (batch, heads, sequence), float32 or float64, contiguous.
+    `into` is (batch, heads, sequence), float32 or float64, contiguous.
     """
     if runs_triton(out):
         kernels.rows.row_sums(dout.transpose(1, 2), out.transpose(1, 2), into)
@@ -163,12 +149,7 @@ class Streams:
     def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """Queue `add_all` on the side stream, after all that the computing stream has queued.
 
-        Args:
-            add_all: what to queue. It is called at once; its work may be done later.
-            into: the tensors that it changes.
-
-        Returns:
-            What `wait` takes to wait for it.
+        It changes `into`. It is called at once, its work may be done later: `wait` for the result.
         """
         main, side = self._main, self._side
         queued = self._event()
@@ -278,7 +259,7 @@ class Accumulator:
 
         Args:
             add_all: calls `merge` and `add`, or launches what computes small tiles and adds them.
-            tensors: what it reads, which lives until it has been added.
+            tensors: what it reads, which lives until then.
             into: what is added to; what `join` is to wait for, too, before it is freed.
             is_long: whether the compute takes long enough for going behind to be worthwhile.
             holds: whether the tensors are results, which are held until then.
@@ -294,12 +275,9 @@ class Accumulator:
     def start(
         self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
     ) -> None:
-        """Add what must be waited for, too, behind the compute that follows, until `finish`.
+        """Wait for `tensors` and add them to `into`, behind the compute that follows.
 
-        Args:
-            add_all: waits, and adds.
-            tensors: what is added, and freed at `finish`.
-            into: what it is added to.
+        They are freed at `finish`.
         """
         if self._streams is None:
             self._started.append(add_all)

@@ -106,14 +106,6 @@ class Block(NamedTuple):
         longest = max(self.queries.length, self.keys.length)
         return self.outer.size * self.inner.size * longest
 
-    def view_queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its query rows of a tensor (batch, local_sequence, heads, ...)."""
-        return self.place_queries(tensor).of(tensor)
-
-    def view_keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its key rows of a tensor (batch, local_sequence, kv_heads, ...) or of `by_slot`."""
-        return self.place_keys(tensor).of(tensor)
-
     def place_queries(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
         """Where its query rows are in tensors like this (batch, local_sequence, heads, ...).
 
@@ -123,7 +115,7 @@ class Block(NamedTuple):
         return self._place(tensor, self.query, steps, self.queries, rows_first)
 
     def place_keys(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
-        """Where its key rows are in tensors like this, as `view_keys` takes them."""
+        """The same of key rows: (batch, local_sequence, kv_heads, ...), or `by_slot`."""
         steps = self.outer.key, self.inner.key
         return self._place(tensor, self.key, steps, self.keys, rows_first)
 
@@ -189,13 +181,9 @@ class Family(NamedTuple):
     axis: Axis
 
     def blocks(self, batch: int, group: int) -> Iterator[Block]:
-        """Cut the tiles into as few blocks as views allow.
+        """Cut the tiles into as few blocks as views allow; `group`: query heads per KV head.
 
         Blocks of one member of the query heads of a KV head follow those of another.
-
-        Args:
-            batch: batch size.
-            group: query heads per KV head.
         """
         tile = self.tiles[0]
         q, k, head = tile.queries, tile.keys, tile.heads.step
@@ -226,17 +214,19 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
     """Sort the tiles of a `TileGroup` into families."""
     by_shape: dict[tuple[object, ...], list[Tile]] = {}
     for tile in tiles:
-        by_shape.setdefault(_shape(tile), []).append(tile)
+        branch, heads, segments, is_causal, queries, keys = tile
+        shape = branch, len(heads), heads.step, segments, is_causal, queries[1:], keys[1:]
+        by_shape.setdefault(shape, []).append(tile)
     for alike in by_shape.values():
         run: list[Tile] = []
         axis = _SINGLE
         for tile in alike:
             if run:
-                heads = tile.heads.start - run[-1].heads.start
+                ahead = tile.heads.start - run[-1].heads.start
                 step = Axis(
                     len(run) + 1,
-                    Place(0, tile.queries.start - run[-1].queries.start, heads),
-                    Place(0, tile.keys.start - run[-1].keys.start, heads),
+                    Place(0, tile.queries.start - run[-1].queries.start, ahead),
+                    Place(0, tile.keys.start - run[-1].keys.start, ahead),
                 )
                 # A view cannot step backwards.
                 if min(*step.query, *step.key) >= 0 and (len(run) == 1 or axis[1:] == step[1:]):
@@ -256,12 +246,6 @@ def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int
         for group in groups
         for family in families(group.tiles)
     )
-
-
-def _shape(tile: Tile) -> tuple[object, ...]:
-    """What tiles of a family have in common."""
-    branch, heads, segments, is_causal, queries, keys = tile
-    return branch, len(heads), heads.step, segments, is_causal, queries[1:], keys[1:]
 
 
 def _merge(axes: list[Axis]) -> list[Axis]:
@@ -336,7 +320,7 @@ def readable_in_backward(
 
 
 def by_slot(slots: torch.Tensor) -> torch.Tensor:
-    """Slots (batch, slots, head_dim) as a tensor that `Block.view_keys` can index.
+    """Slots (batch, slots, head_dim) as a tensor that `Block.place_keys` can index.
 
     A slot belongs to one head already, so the head dimension gets stride 0.
     """

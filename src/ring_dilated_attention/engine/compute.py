@@ -28,13 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..caches import keep_few
-from ..kernels import (
-    BackwardConfig,
-    Kernel,
-    LaunchConfig,
-    default_config,
-    own_programs,
-)
+from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
 from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
 from ..tiles import TileBackend, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
@@ -46,7 +40,7 @@ from .parts import KernelCall, Schedule, TileCall, kernel_calls_of, launch_of, s
 def merge_zero_keys(
     groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, heads_per_kv: int
 ) -> None:
-    """Merge the zero keys of `plan.zero_keys.zero_key_groups` into `out` and `lse`, in place.
+    """Merge the zero keys of `RankPlan.zero_keys` into `out` and `lse`, in place.
 
     One pass over the rows that see any; temporaries are at most of the size of `lse`.
 
@@ -61,7 +55,7 @@ def merge_zero_keys(
     zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
     for group in groups:
         for block in schedule_of(group, out.shape[0], heads_per_kv, 1, table_flops=0.0).blocks:
-            out_rows, lse_rows = block.view_queries(out), block.view_queries(lse)
+            out_rows, lse_rows = (block.place_queries(x).of(x) for x in (out, lse))
             log_count = torch.full(
                 (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
             )
@@ -141,14 +135,9 @@ class Merged:
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
-    """Compute a group and merge it into a result.
+    """Compute a group and merge it into a result, in place, at the group's rows.
 
-    Args:
-        group: the tiles.
-        call: what all tiles have in common.
-        inputs: of the tiles.
-        result: changed in place at the group's rows.
-        sums: through which results are merged; to be joined when all groups are computed.
+    That is done through `sums`, which is to be joined when all groups are computed.
     """
     query, (out, lse, store) = inputs.query, result
     head_dim, backend = query.shape[3], call.selection.backend
@@ -198,15 +187,9 @@ def backward(
     gradients: Gradients,
     sums: Accumulator,
 ) -> None:
-    """Compute the gradients of a group and add them up.
+    """Compute the gradients of a group and add them up, in place, at the group's rows.
 
-    Args:
-        group: the tiles.
-        call: what all tiles have in common.
-        inputs: of the tiles.
-        merged: the merged result of the whole call.
-        gradients: changed in place at the group's rows.
-        sums: through which results are added; to be joined when all groups are computed.
+    `merged` is the result of the whole call; `sums` as in `forward`.
     """
     query, backend = inputs.query, call.selection.backend
     work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.backward)
@@ -219,10 +202,8 @@ def backward(
     stores = gradients.stores_query, gradients.stores_keys
     for one in kernel_calls_of(work, call, inputs, of_merged, totals, stores, sums.most_held):
         assert backend is not None
-        tile_gradients, places = (
-            TileGradients(*_views(one.merged, of_merged)),
-            _views(one.totals, totals),
-        )
+        tile_gradients = TileGradients(*_views(one.merged, of_merged))
+        places = _views(one.totals, totals)
         found = _gradients(backend, _tile(one, call, inputs), tile_gradients, places, one.added)
         if found:
             added = places[: one.added]
@@ -249,11 +230,7 @@ def _gradients(
 
 
 def _backward_launch(
-    work: Schedule,
-    call: TileCall,
-    inputs: Inputs,
-    merged: Merged,
-    gradients: Gradients,
+    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
     from ..kernels import tiles_backward
@@ -295,7 +272,6 @@ def _tile(one: KernelCall, call: TileCall, inputs: Inputs) -> TileInputs:
     return TileInputs(query, keys, values, one.is_causal, call.scale, one.memo)
 
 
-_OF_BACKWARD: tuple[Kernel, Kernel] = ("own_dq", "own_dkdv")
 BLOCK_ROWS = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
@@ -308,15 +284,7 @@ launch of their own."""
 class OwnLaunch:
     """Ranges of rows that are computed in one launch; keeps no reference to its plan.
 
-    Args:
-        plan: what the ranges are of.
-        ranges: of which rows, and in which branches.
-        stores: bits of branches; see `own_programs.build_programs`.
-
-    Attributes:
-        ranges: as given.
-        is_causal: as in the plan.
-        zero_keys: as in the plan's pattern.
+    `stores` are bits of branches: see `own_programs.build_programs`.
     """
 
     def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
@@ -330,21 +298,16 @@ class OwnLaunch:
 
     def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
         """How a kernel is launched."""
-        key = kernel, query.shape[3], query.dtype
-        kept = self._configs.get((*key, query.device))
-        if kept is None:
-            rows, device = self._rows, query.device
-            kept = default_config(*key, queries=rows, keys=rows, device=device)
-            place = (*key, device)
-            self._configs[place] = kept
-        return kept
+        given, device, rows = (kernel, query.shape[3], query.dtype), query.device, self._rows
+        key = (*given, device)
+        if key not in self._configs:
+            self._configs[key] = default_config(*given, queries=rows, keys=rows, device=device)
+        return self._configs[key]
 
     def programs(self, block: int, device: torch.device) -> own_programs.Programs:
         """The tables on the device, for blocks of `block` rows."""
-        return TABLES.get(self, (block, device), device, partial(self._build, block, device))
-
-    def _build(self, block: int, device: torch.device) -> own_programs.Programs:
-        return own_programs.build_programs(
+        build = partial(
+            own_programs.build_programs,
             self.ranges,
             self._branches,
             self._offsets,
@@ -353,6 +316,7 @@ class OwnLaunch:
             stores=self._stores,
             device=device,
         )
+        return TABLES.get(self, (block, device), device, build)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,24 +343,14 @@ _SCHEDULES_KEPT = 8
 
 
 def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
-    """Schedule the tiles whose queries and KV are local to a rank; cached for the next call.
-
-    Args:
-        one: what the rank does.
-        call: what all tiles have in common.
-        head_dim: elements of a row of a head.
-    """
+    """Schedule the tiles whose queries and KV are local to a rank; cached for the next call."""
     key = call.batch, call.heads_per_kv, head_dim, call.limits.own
     kept = _own_schedules.setdefault(one, {})
     return kept.get(key) or keep_few(kept, key, partial(_make_own, one, *key), _SCHEDULES_KEPT)
 
 
 def _make_own(
-    one: RankPlan,
-    batch: int,
-    heads_per_kv: int,
-    head_dim: int,
-    flops: float,
+    one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float
 ) -> OwnSchedule:
     plan = one.plan
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
@@ -417,21 +371,14 @@ def _make_own(
         launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
-    return OwnSchedule(
-        first,
-        tuple(launches),
-        (*work.groups[len(first) :], *work.crossing),
-        work.zero_keys,
-    )
+    others = (*work.groups[len(first) :], *work.crossing)
+    return OwnSchedule(first, tuple(launches), others, work.zero_keys)
 
 
 class ByRows:
-    """Which runs of a branch are computed row by row: those of few operations.
+    """Which runs of a branch are computed row by row: those of at most `flops` operations.
 
-    Args:
-        plan: whose runs.
-        factor: operations of forward for each pair of a KV head.
-        flops: the most operations of a kernel call that goes row by row.
+    `factor`: operations of forward for each pair of a KV head.
     """
 
     def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
@@ -502,7 +449,7 @@ def backward_own(
     from ..kernels import ranges_backward
 
     device = inputs.query.device
-    dq, dkdv = (launch.config(kernel, inputs.query) for kernel in _OF_BACKWARD)
+    dq, dkdv = launch.config("own_dq", inputs.query), launch.config("own_dkdv", inputs.query)
     ranges_backward(
         merged.dout,
         *inputs,

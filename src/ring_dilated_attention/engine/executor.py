@@ -63,11 +63,7 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (B, n, H, D), contiguous, and lse (B, H, n) of this rank: see the operator's docstring.
 
-    Args:
-        query: (B, n, H, D).
-        key: (B, n, K, D).
-        value: (B, n, K, D).
-        call: everything else.
+    Of query (B, n, H, D), key and value (B, n, K, D).
     """
     run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
     run.all()
@@ -85,14 +81,7 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's query, key and value, contiguous: see the operator's docstring.
 
-    Args:
-        dout: (B, n, H, D).
-        query: (B, n, H, D).
-        key: (B, n, K, D).
-        value: (B, n, K, D).
-        out: (B, n, H, D), as `ring_forward` returned it.
-        lse: (B, H, n), as `ring_forward` returned it.
-        call: everything else.
+    Of dout (B, n, H, D) and what `ring_forward` took and returned.
     """
     if call.detached and not call.plan.is_alone:
         return _branch_by_branch(dout, query, key, value, lse, call)
@@ -142,13 +131,7 @@ class _InFlight(NamedTuple):
 
 
 class Run:
-    """A program that is run on tensors: what both directions have in common.
-
-    Args:
-        call: everything but the tensors.
-        inputs: this rank's query, key and value.
-        backward: the direction.
-    """
+    """A program that is run on tensors: what both directions have in common."""
 
     def __init__(self, call: RingCall, inputs: Inputs, *, backward: bool) -> None:
         self.call, self.inputs = call, inputs
@@ -265,11 +248,6 @@ class Forward(Run):
 
 class Backward(Run):
     """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
-
-    Args:
-        call: everything but the tensors.
-        inputs: this rank's query, key and value.
-        merged: what forward found, and the gradient of its out.
 
     Attributes:
         totals: gradients of query, key and value, perhaps in wider dtypes.

@@ -121,13 +121,11 @@ def kernel_calls_of(
     Args:
         work: whose blocks.
         call: what all tiles have in common.
-        inputs: query, keys and values.
+        inputs: query, keys and values; these and those below are (batch, rows, heads, ...).
         merged: dout, out and lse; nothing in forward.
-        totals: out and lse, or gradients of query, keys and values; these and all above are (batch,
-            rows, heads, ...) and on one device.
+        totals: out and lse, or gradients of query, keys and values.
         stores: whether results are written over what is there: of queries, and of keys.
-        held: of how many kernel calls results are held at the same time; 1: there is no side
-            stream.
+        held: of how many kernel calls results are held at a time; 1: there is no side stream.
     """
     if not work.blocks:
         return ()
@@ -259,12 +257,7 @@ def schedule_of(
 ) -> Schedule:
     """How a group is computed; kept for the next call.
 
-    Args:
-        group: the tiles.
-        batch: sequences in the batch.
-        heads_per_kv: query heads of a KV head.
-        head_dim: elements of a row of a head.
-        table_flops: blocks of at most this number of operations share a launch.
+    Blocks of at most `table_flops` operations share a launch.
     """
     key = batch, heads_per_kv, head_dim, table_flops
     kept = SCHEDULES.setdefault(group, {})
@@ -296,13 +289,7 @@ def _make_schedule(
 
 
 def launch_of(work: Schedule, *key: Any) -> Launch:
-    """The tables of a launch, on the device, and its configuration; kept for the next call.
-
-    Args:
-        work: of which the launch is.
-        key: ``"forward"`` or ``"backward"``, batch, query heads of a KV head, head_dim, dtype and
-            device.
-    """
+    """What `_make_launch` makes of the same arguments; kept for the next call."""
     device = key[-1]
     return TABLES.get(work, key, device, partial(_make_launch, work, *key))
 
@@ -316,7 +303,10 @@ def _make_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Launch:
-    """The tables of a launch, on the device, and its configuration."""
+    """The tables of a launch on the device, and its configuration.
+
+    `direction` is ``"forward"`` or ``"backward"``.
+    """
     from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
 
     queries, keys = work.longest

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from .cache import replicated_groups, replicated_strips, replicated_zero_keys
+from . import cache
 from .rows import Link, Message, OwnRuns, Part, Span, Tile, TileGroup, own_runs
 from .spec import FEW_ADDITIONS, PlanSpec
 from .tiling import OwnWork, group_tiles, own_work, zero_key_groups
@@ -300,16 +300,15 @@ class RankPlan:
 
     def received_rows(self, sender: int) -> int:
         """Distinct (row, head) pairs that `sender` sends this rank."""
-        kind = self._crossings.kind_from(sender)
-        if kind not in self._rows:
-            self._rows[kind] = self.plan.tiling.count_rows(self._crossings.links_from(sender))
-        return self._rows[kind]
+        return self._count(self._crossings.kind_from(sender), self._crossings.links_from, sender)
 
     def sent_rows(self, receiver: int) -> int:
         """Distinct (row, head) pairs that this rank sends `receiver`."""
-        kind = self._crossings.kind_to(receiver)
+        return self._count(self._crossings.kind_to(receiver), self._crossings.links_to, receiver)
+
+    def _count(self, kind: int, links: Callable[[int], list[Link]], other: int) -> int:
         if kind not in self._rows:
-            self._rows[kind] = self.plan.tiling.count_rows(self._crossings.links_to(receiver))
+            self._rows[kind] = self.plan.tiling.count_rows(links(other))
         return self._rows[kind]
 
     @cached_property
@@ -399,17 +398,9 @@ class AttentionPlan(PlanSpec):
         """What `rank` computes and exchanges."""
         return rank_plan(self, rank)
 
-    def replicated_groups(self, positions: range, rank: int) -> tuple[TileGroup, ...]:
-        """The tiles of `rank` for queries that every rank holds: see `replicated`."""
-        return replicated_groups(self, positions, rank)
-
-    def replicated_strips(self, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
-        """The keys of `rank` that such queries see, head by head: see `replicated`."""
-        return replicated_strips(self, positions, rank)
-
-    def replicated_zero_keys(self, positions: range) -> tuple[TileGroup, ...]:
-        """The zero keys that such queries see: see `replicated`."""
-        return replicated_zero_keys(self, positions)
+    replicated_groups = cache.replicated_groups
+    replicated_strips = cache.replicated_strips
+    replicated_zero_keys = cache.replicated_zero_keys
 
     def __str__(self) -> str:
         """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
@@ -436,10 +427,8 @@ class AttentionPlan(PlanSpec):
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
         ]
-        more = [f"and {layout.world_size - len(shown)} more ranks"] * (
-            layout.world_size > len(shown)
-        )
-        return "\n".join([title, *lines, *more])
+        left = layout.world_size - len(shown)
+        return "\n".join([title, *lines, *[f"and {left} more ranks"] * (left > 0)])
 
 
 def plan_attention(

@@ -80,10 +80,7 @@ class CachedBranch:
     def kept(self, offset: int, length: int, rewind: int = 0) -> range:
         """The members before position `length` that a later position can still be shown.
 
-        Args:
-            offset: of a head.
-            length: positions so far.
-            rewind: how many of these may be taken back.
+        Of a head at `offset`, if up to `rewind` positions may be taken back.
         """
         earliest = self.members_before(offset, max(0, length - rewind))
         return range(self.first_shown(offset, earliest), self.members_before(offset, length))
@@ -103,12 +100,9 @@ class CachedBranch:
             yield range(first, last), range(begin, stop, self.dilation_rate)
             first = last
 
+    @cached_property
     def by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         """Heads of the same offset, as (offset, places in `heads`, KV heads): evenly spaced."""
-        return self._by_offset
-
-    @cached_property
-    def _by_offset(self) -> tuple[tuple[int, slice, slice], ...]:
         places: dict[int, list[int]] = {}
         for place, (_, offset) in enumerate(self.heads):
             places.setdefault(offset, []).append(place)
@@ -190,18 +184,6 @@ class CachePlan:
         """Bytes of keys and values on each rank."""
         return 2 * batch * self.rows * head_dim * itemsize
 
-    def kept_rows(self, length: int) -> list[int]:
-        """For each KV head, how many rows a later position can still be shown: over all ranks.
-
-        Args:
-            length: positions so far.
-        """
-        rows = [0] * self.num_kv_heads
-        for branch in self.branches:
-            for head, offset in branch.heads:
-                rows[head] += len(branch.kept(offset, length))
-        return rows
-
     def own_members(self, members: range, shard: int) -> range:
         """Of consecutive members those that a rank holds, in its own numbers."""
         if self.shards == 1:
@@ -212,7 +194,7 @@ class CachePlan:
     def new_tiles(self, length: int, count: int) -> Iterator[NewTile]:
         """`count` new positions behind `length`: what each sees, by segments and heads."""
         for branch in self.branches:
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 stop = branch.members_before(offset, length + count)
                 new = range(branch.members_before(offset, length), stop)
                 for members, positions in branch.positions(offset, new):
@@ -224,7 +206,7 @@ class CachePlan:
         """What a rank keeps of `count` new positions behind `length`, of which it has all rows."""
         for branch in self.branches:
             most = branch.slots * self.shards
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 stop = branch.members_before(offset, length + count)
                 first = max(branch.members_before(offset, length), stop - most)
                 for members, positions in branch.positions(offset, range(first, stop)):
@@ -234,16 +216,12 @@ class CachePlan:
     def handed_over(
         self, layout: SequenceLayout, document: range, rank: int, shard: int
     ) -> Iterator[KeptRows]:
-        """What a rank has of a prompt that another one is to keep.
+        """What `rank` has of the document of a prompt that goes on, and `shard` is to keep.
 
-        Args:
-            layout: which positions each rank holds of the prompt.
-            document: the positions of the document that goes on.
-            rank: that has the rows.
-            shard: that keeps them; 0 where every rank keeps them all.
+        `shard` is 0 where every rank keeps all.
         """
         for branch in self.branches:
-            for offset, heads, kv_heads in branch.by_offset():
+            for offset, heads, kv_heads in branch.by_offset:
                 kept = branch.kept(offset, len(document), self.max_rewind)
                 for members, positions in branch.positions(offset, kept):
                     there = shifted(positions, document.start)
@@ -388,12 +366,7 @@ def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[Tile
 
 
 def replicated_zero_keys(plan: PlanSpec, positions: range) -> tuple[TileGroup, ...]:
-    """The zero keys that these queries see: see `zero_key_groups`; no rank holds them.
-
-    Args:
-        plan: the pattern, and the documents.
-        positions: as for `replicated_groups`; row i of the queries is ``positions[i]``.
-    """
+    """The zero keys that the queries of `replicated_groups` see: see `zero_key_groups`."""
     queries = cut([(positions.start, positions.stop)], plan.documents, 0)
     return zero_key_groups(plan.tiling, queries)
 
@@ -430,12 +403,7 @@ def _pieces(part: Part, low: int, high: int) -> list[Part]:
 
 
 def replicated_strips(plan: PlanSpec, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
-    """The keys of `rank` that queries which every rank holds see, head by head.
-
-    Args:
-        plan: the pattern, and which rank holds which keys.
-        positions: as for `replicated_groups`, whose tiles these are.
-        rank: whose keys.
+    """The keys of `rank` that the queries of `replicated_groups` see, head by head.
 
     Returns:
         For each KV head, equally many strips of evenly spaced keys: the first local row, the step

@@ -7,7 +7,7 @@ and the rates are arguments.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -83,13 +83,7 @@ def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
 
 
 def sent_bytes(rank: RankPlan, size: TensorSize, *, backward: bool) -> int:
-    """Bytes that a rank sends in a call, forward or forward and backward.
-
-    Args:
-        rank: the rank.
-        size: of its tensors.
-        backward: whether the call has a backward.
-    """
+    """Bytes that a rank sends in forward, or, with `backward`, in forward and backward."""
     found = traffic(rank, size)
     return found.forward_sent + found.backward_sent * backward
 
@@ -130,23 +124,20 @@ def flops_of_rank(plan: AttentionPlan, size: TensorSize, rank: int) -> int:
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
     """
-    return _flops_of_ranges(plan, size, plan.layout.ranges[rank], partial(_pairs_before, plan))
+    return _flops(plan, size, plan.layout.ranges[rank : rank + 1])[0]
 
 
 def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
     """`flops_of_rank` of every rank: quick for thousands of ranks."""
-    pairs_before = cache(partial(_pairs_before, plan))
-    return [_flops_of_ranges(plan, size, ranges, pairs_before) for ranges in plan.layout.ranges]
+    return _flops(plan, size, plan.layout.ranges)
 
 
-def _flops_of_ranges(
-    plan: AttentionPlan,
-    size: TensorSize,
-    ranges: Sequence[tuple[int, int]],
-    pairs_before: Callable[[int], int],
-) -> int:
-    pairs = sum(pairs_before(stop) - pairs_before(start) for start, stop in ranges)
-    return 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads) * pairs
+def _flops(
+    plan: AttentionPlan, size: TensorSize, ranks: Sequence[Sequence[tuple[int, int]]]
+) -> list[int]:
+    before = cache(partial(_pairs_before, plan))
+    per_pair = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
+    return [per_pair * sum(before(b) - before(a) for a, b in ranges) for ranges in ranks]
 
 
 def balance(flops: Sequence[int]) -> Balance:
@@ -254,7 +245,7 @@ class Prediction:
     Attributes:
         seconds: until it is done.
         compute: seconds of compute.
-        exposed: seconds that compute waits for rows: `device` less `compute`.
+        exposed: seconds that compute waits for rows.
         host: seconds that the host takes; where that is more than the device needs, it decides.
         steps: steps in which rows are received.
         inside_bytes: rows received from ranks of the own host.
@@ -268,11 +259,6 @@ class Prediction:
     steps: int
     inside_bytes: int
     across_bytes: int
-
-    @property
-    def device(self) -> float:
-        """Seconds that the device takes, waits included."""
-        return self.compute + self.exposed
 
 
 def host_of_ranks(hosts: int, ranks_per_host: int) -> tuple[int, ...]:
@@ -359,14 +345,8 @@ def predict(
 def efficiency(plan: AttentionPlan, size: TensorSize, rates: Rates, seconds: float) -> float:
     """A rank's share of the speed of one rank that has only a sequence as long as a shard.
 
-    Useful operations per second, forward and backward together, of a rank in a call of `plan` over
-    those of that rank.
-
-    Args:
-        plan: of all ranks.
-        size: what turns rows into bytes and pairs into operations.
-        rates: how fast ranks compute.
-        seconds: that forward and backward of `plan` take.
+    Useful operations per second of a rank in a call of `plan`, whose forward and backward take
+    `seconds`, over those of that rank.
     """
     length = plan.layout.max_local_length
     layout = SequenceLayout.contiguous(length, 1)

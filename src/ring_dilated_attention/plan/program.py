@@ -94,10 +94,6 @@ class Action(NamedTuple):
         pairs = sum(tile.pairs for group in self.groups for tile in group.tiles)
         return pairs * (plan.num_heads // plan.num_kv_heads)
 
-    def flops(self, size: TensorSize, *, backward: bool = False) -> int:
-        """Operations that it takes."""
-        return (10 if backward else 4) * size.batch * size.head_dim * self.pairs
-
     def __str__(self) -> str:
         words = [] if self.step is None else [f"step {self.step.step}"]
         if self.kind == "tiles":

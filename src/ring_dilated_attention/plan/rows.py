@@ -16,8 +16,6 @@ from itertools import chain, compress, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ..layout import SequenceLayout
-
 
 def dilated_rows(
     segment_start: int, segment_stop: int, offset: int, rate: int, start: int, stop: int
@@ -115,11 +113,8 @@ class PackedTiles(NamedTuple):
     What packed documents come to: thousands of tiles, written down and handled as two columns.
 
     Attributes:
-        branch: as of a `Tile`.
-        heads: as of a `Tile`.
-        is_causal: as of a `Tile`.
-        stride: of the rows of each, in local rows.
-        head_stride: from one head of each to the next, in local rows.
+        branch, heads, is_causal: as of a `Tile`.
+        stride, head_stride: as of the `Rows` of each.
         starts: of each tile, the first local row of its first head.
         lengths: of each tile, the rows of a head.
     """
@@ -297,19 +292,11 @@ class Link(NamedTuple):
         return self.branch, self.keys.start, self.start
 
 
-def parts_of(layout: SequenceLayout, documents: Sequence[int], rank: int) -> list[Part]:
-    """The ranges that a rank holds, in local order, cut at document borders.
-
-    Args:
-        layout: which rank holds which positions.
-        documents: cumulative lengths of the documents; positions behind the last are in none.
-        rank: whose ranges.
-    """
-    return cut(layout.ranges[rank], documents, rank)
-
-
 def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
-    """Like `parts_of`, for any ranges of positions that are held one behind the other."""
+    """Ranges of positions that a rank holds one behind the other, cut at document borders.
+
+    `documents` are cumulative lengths; positions behind the last are in none.
+    """
     parts: list[Part] = []
     local = 0
     for start, stop in ranges:
@@ -437,15 +424,11 @@ def join_runs(
 ) -> tuple[list[OwnRun], list[Link]]:
     """Make one run of neighbours that lie in one segment, though other positions lie between them.
 
+    `runs` and `links` (between two parts of this rank) are of one branch, whose dilation is `rate`.
     With zigzag a rank holds one range near the start of the sequence and one near its end. Where a
     segment holds both, the local rows of both are one tile, also a causal one: rows are in the
     order of their positions. The rows of every head must go on at the dilation rate, so the number
     of positions between must be a multiple of it.
-
-    Args:
-        runs: of a branch, in local order.
-        links: of the branch, between two parts that this rank holds.
-        rate: dilation rate of the branch.
 
     Returns:
         The runs, and the links that they do not contain.

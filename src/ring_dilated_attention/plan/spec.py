@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern
-from .rows import Part, Span, parts_of, spans
+from .rows import Part, Span, cut, spans
 from .tiling import Tiling, tiling_of
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class PlanSpec:
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
-        return parts_of(self.layout, self.documents, rank)
+        return cut(self.layout.ranges[rank], self.documents, rank)
 
     @cached_property
     def returns_wide(self) -> bool:

@@ -138,11 +138,7 @@ class Tiling:
 
         Where segments start and stop does not matter, only how rows fall on offsets: tiles that are
         alike in that differ in their starts and lengths alone. They are worked out once, and those
-        of many runs are kept together.
-
-        Args:
-            branch: which branch.
-            runs: all that a rank holds of the segments of the branch.
+        of many runs are kept together. `runs`: all that a rank holds of the branch's segments.
         """
         rate = self.pattern.dilation_rates[branch]
         tiles: list[Tile] = []
@@ -324,13 +320,9 @@ def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
     return runs
 
 
-def _difference(a: _HeadRows, b: _HeadRows) -> _HeadRows:
-    return _HeadRows(*(y - x for x, y in zip(a, b, strict=True)))
-
-
 def _step(run: Sequence[_HeadRows]) -> _HeadRows:
     """What each head of a run is ahead of the one before it."""
-    return _difference(run[0], run[min(1, len(run) - 1)])
+    return _HeadRows(*(b - a for a, b in zip(run[0], run[min(1, len(run) - 1)], strict=True)))
 
 
 def _heads(run: Sequence[_HeadRows]) -> range:
@@ -512,11 +504,7 @@ def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[Ow
 
 
 class _Chosen:
-    """Which local rows are computed row by row.
-
-    Args:
-        runs: of rows, one behind the other.
-        flags: of each run, whether its rows are.
+    """Which local rows are computed row by row: those of the runs that are flagged.
 
     Attributes:
         first: whether the first run is.

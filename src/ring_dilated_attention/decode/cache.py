@@ -260,7 +260,7 @@ class DilatedKVCache(DeepOnly):
             RuntimeError: a gradient is asked for: there is none. Or a CUDA graph is being captured.
         """
         ends, device = self.exchange, self.keys.device
-        with torch.no_grad(), ends.calls.enter(f"{_NAME}.prefill", "forward") as scope:
+        with ends.calls.enter(f"{_NAME}.prefill", "forward") as scope:
             with together(scope, ends, device) as agreed:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(f"{_NAME}.prefill cannot be captured in a CUDA graph")
@@ -271,9 +271,10 @@ class DilatedKVCache(DeepOnly):
                 found = find_prompts(documents, lengths, layout.length, to)
                 self._check_length(max(len(prompt.document) for prompt in found))
                 agreed.on({"cache": self.described} | words_of(layout, found, self._batch))
-            begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
-            self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
-            hand_over(ends, (key, value), self.slots, layout, found)
+            with torch.no_grad():
+                begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
+                self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
+                hand_over(ends, (key, value), self.slots, layout, found)
         self._begin(begun)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -61,7 +61,35 @@ TakeStep: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of `LongNet.generate`, which explains them, and of `LongNet.stream`."""
+    """The options of `LongNet.generate` and `LongNet.stream`: keyword arguments.
+
+    Attributes:
+        temperature: as for `Sampler`; 0, the default, always takes the most likely token.
+        top_k: as for `Sampler`; None, the default: all tokens.
+        top_p: as for `Sampler`; None, the default: all tokens.
+        allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
+        stop_token: a row that has produced it goes on with this token alone, and generation
+            ends when all rows have; checking that waits for the device in every step. None, the
+            default: there is none.
+        seed: of the draws, from 0, the default, to 2**62 - 1; they are the same on any number
+            of ranks.
+        lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
+            padding behind them; new tokens follow the last one. None: no padding.
+        documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
+            the last one of each row is continued. None: one document.
+        group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
+            one process. All of them compute the same new tokens.
+        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
+        layout: which positions of the prompt each rank holds; None means contiguous equal
+            shards.
+        sharded: whether the ranks share the rows of each cache; None, the default: where a
+            cache is large. See `DilatedKVCache`.
+        capture: whether a step is captured in a CUDA graph, which is replayed for each token,
+            several times as fast: needs caches that each rank holds whole. None, the default:
+            on a CUDA device, outside of autocast, from 32 tokens on, where caches are whole,
+            weights are no DTensors, no module has hooks and the decoding kernels compute
+            attention (float32 or half precision, `backend` "auto" or "triton").
+    """
 
     temperature: float
     top_k: int | None
@@ -353,31 +381,7 @@ class TokenGenerator(nn.Module):
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
             max_new_tokens: how many tokens to add to each row, at least 1.
-            temperature: as for `Sampler`; 0, the default, always takes the most likely token.
-            top_k: as for `Sampler`; None, the default: all tokens.
-            top_p: as for `Sampler`; None, the default: all tokens.
-            allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
-            stop_token: a row that has produced it goes on with this token alone, and generation
-                ends when all rows have; checking that waits for the device in every step. None, the
-                default: there is none.
-            seed: of the draws, from 0, the default, to 2**62 - 1; they are the same on any number
-                of ranks.
-            lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
-                padding behind them; new tokens follow the last one. None: no padding.
-            documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
-                the last one of each row is continued. None: one document.
-            group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
-                one process. All of them compute the same new tokens.
-            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-            layout: which positions of the prompt each rank holds; None means contiguous equal
-                shards.
-            sharded: whether the ranks share the rows of each cache; None, the default: where a
-                cache is large. See `DilatedKVCache`.
-            capture: whether a step is captured in a CUDA graph, which is replayed for each token,
-                several times as fast: needs caches that each rank holds whole. None, the default:
-                on a CUDA device, outside of autocast, from 32 tokens on, where caches are whole,
-                weights are no DTensors, no module has hooks and the decoding kernels compute
-                attention (float32 or half precision, `backend` "auto" or "triton").
+            options: see `GenerateOptions`.
 
         Returns:
             The new tokens, int64, shape (batch, new), the same on every rank; new is

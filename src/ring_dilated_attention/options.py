@@ -36,6 +36,9 @@ class OptionFields(TypedDict, total=False):
     head_slice: Sequence[int] | None
 
 
+_NAMES = tuple(OptionFields.__annotations__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """How attention is computed, and on which ranks. Functions and modules take it or its fields.
@@ -107,8 +110,8 @@ def read_options(
         TypeError, ValueError: see `AttentionOptions`; or a field has an unknown name.
     """
     for name in fields:
-        if name not in OptionFields.__annotations__:
-            known = ", ".join(OptionFields.__annotations__)
+        if name not in _NAMES:
+            known = ", ".join(_NAMES)
             raise TypeError(f"{caller} has no option {name!r}; AttentionOptions has {known}")
     if options is None:
         return AttentionOptions(**fields)

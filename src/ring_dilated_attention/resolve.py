@@ -63,7 +63,7 @@ class FlatOptions(NamedTuple):
         return _pattern_of(lengths, rates, *self[2:5], heads)
 
     def layout_of(self, local_length: int, world_size: int) -> SequenceLayout:
-        """The layout of a call with so many local positions, on so many ranks."""
+        """The layout of a call: contiguous equal shards of `local_length` if none was given."""
         if self.layout:
             return _layout_of(tuple(self.layout))
         return SequenceLayout.contiguous(local_length * world_size, world_size)

@@ -40,7 +40,7 @@ _Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Step:
-    """What the layers of one step of a model share: which rows of their caches the queries see."""
+    """State that layers share in a step of a model: the rows of their caches that queries see."""
 
     def __init__(self) -> None:
         self._of: tuple[object, ...] | None = None
@@ -218,7 +218,7 @@ def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _
 
 
 def _check(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> Selection | None:
-    """What computes the tiles; None: the decoding kernels do. Raise unless all is allowed."""
+    """The back end of the tiles; None: the decoding kernels. Raise unless all is allowed."""
     query, key, value = tensors
     scale, backend, return_lse, _ = options
     check_options(scale=scale, backend=backend, return_lse=return_lse)

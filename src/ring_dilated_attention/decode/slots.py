@@ -134,7 +134,7 @@ def find_prompts(
 
 
 def words_of(layout: SequenceLayout, prompts: Sequence[Prompt], batch: int) -> dict[str, str]:
-    """What must be equal on all ranks of a prompt, for a cache of `batch` rows."""
+    """The arguments of a prompt that must be equal on all ranks, for a cache of `batch` rows."""
     found = [
         f"{prompt.document.start} to {prompt.document.stop} in rows {list(range(batch)[prompt.to])}"
         for prompt in prompts
@@ -184,7 +184,7 @@ def hand_over(
 def _parts(
     slots: Slots, layout: SequenceLayout, prompts: Sequence[Prompt], source: int, to: int
 ) -> list[tuple[Prompt, KeptRows, tuple[int, ...]]]:
-    """What rank `source` hands to rank `to`, each with the shape of its keys and values in one."""
+    """The messages from rank `source` to rank `to`, each with the shape of its keys and values."""
     shard = to if slots.plan.shards > 1 else 0
     batch, _, head_dim = slots.keys.shape
     found: list[tuple[Prompt, KeptRows, tuple[int, ...]]] = []

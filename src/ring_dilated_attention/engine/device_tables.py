@@ -31,7 +31,7 @@ _ALLOCATION = 512
 
 
 class Tables(Protocol):
-    """What is kept."""
+    """A kept table."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -62,7 +62,7 @@ def may_be_of_graph(device: torch.device) -> bool:
 
 
 def _nbytes(tables: Tables) -> int:
-    """What they take on the device."""
+    """Bytes on the device."""
     storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in tables.tensors)}
     return sum(-(-x.nbytes() // _ALLOCATION) * _ALLOCATION for x in storages.values())
 

@@ -135,8 +135,7 @@ class Run:
 
     def __init__(self, call: RingCall, inputs: Inputs, *, backward: bool) -> None:
         self.call, self.inputs = call, inputs
-        known = call.plan.programs.get((call.gathers, backward))
-        self.program = known or lower(call.plan, gathers=call.gathers, backward=backward)
+        self.program = lower(call.plan, gathers=call.gathers, backward=backward)
         self.rounds = call.plan.rounds(gathers=call.gathers)
         self.covers = all(one.covers for one in self.rounds)
         self.additions = max(one.mean_additions for one in self.rounds)
@@ -221,7 +220,7 @@ class Forward(Run):
             self.lse.fill_(-torch.inf)
 
     def compute_own(self, action: Action) -> None:
-        """What covers is written over what is there, all else is merged."""
+        """Groups that cover all queries are stored, all others merged into what is stored."""
         own, result = self.own[action.rank], Result(self.out, self.lse)
         self._compute(own.covering, self.inputs, result._replace(stores=True))
         for launch in own.launches:
@@ -240,7 +239,7 @@ class Forward(Run):
             compute.forward(group, self.tile_call, inputs, result, self.sums)
 
     def do_zero(self, action: Action) -> None:
-        """Merge zero keys, but for those that launches have counted."""
+        """Merge zero keys, except those that row-by-row launches have counted."""
         self.sums.join()
         zero_keys, heads_per_kv = self.own[action.rank].zero_keys, self.tile_call.heads_per_kv
         merge_zero_keys(zero_keys, self.out, self.lse.transpose(1, 2), heads_per_kv)
@@ -269,7 +268,7 @@ class Backward(Run):
         self._returning: deque[_InFlight] = deque()
 
     def compute_own(self, action: Action) -> None:
-        """All groups; or first what covers, launches, or else a group, and the rest later."""
+        """All groups; or first the covering ones and launches (else one group), the rest later."""
         own = self.own[action.rank]
         early = len(own.others)
         if action.part != "all":

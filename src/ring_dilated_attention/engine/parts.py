@@ -289,7 +289,7 @@ def _make_schedule(
 
 
 def launch_of(work: Schedule, *key: Any) -> Launch:
-    """What `_make_launch` makes of the same arguments; kept for the next call."""
+    """The result of `_make_launch`, kept for the next call with the same arguments."""
     device = key[-1]
     return TABLES.get(work, key, device, partial(_make_launch, work, *key))
 

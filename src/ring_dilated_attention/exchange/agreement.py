@@ -222,7 +222,7 @@ def _compare(
     device: torch.device | None,
     found: Callable[[], list[tuple[int, bytes]]],
 ) -> list[bytes]:
-    """What all ranks have shown; raises unless all are in the same call, and none has refused."""
+    """The data of all ranks; raises unless all are in the same call, and none has refused."""
     everyone = found()
     numbers = {number for number, _ in everyone}
     if len(numbers) == 1 and _REFUSED not in numbers:

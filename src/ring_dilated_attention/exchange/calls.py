@@ -16,7 +16,7 @@ import torch
 
 
 class Call(NamedTuple):
-    """What tells a call from every other one of its group.
+    """The identity of a call within its group.
 
     Attributes:
         number: how many calls of the group this rank had begun, this one included.

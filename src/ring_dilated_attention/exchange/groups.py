@@ -29,9 +29,9 @@ from .symmetric import Outbox, index_of, make_outbox
 
 
 class _Members:
-    """What this process keeps of a process group, from its first call on.
+    """This rank's communicators and calls of a process group, from its first call on.
 
-    All ranks make theirs at once, in their first call. It does not keep the group.
+    A collective: all ranks make theirs in their first call. It holds no reference to the group.
 
     Args:
         group: the group.
@@ -39,8 +39,8 @@ class _Members:
 
     Attributes:
         gloo: for agreements, and for rows on the CPU.
-        on_gpus: what rows on GPUs travel by, and this rank's, by whether symmetric memory was
-            asked for.
+        on_gpus: the transport of rows on GPUs and this rank's GPU, by the value of
+            `symmetric_memory`.
         calls: of the group.
 
     Raises:
@@ -94,8 +94,8 @@ class ProcessGroupExchange(Agreeing):
     Ranks agree on every call over gloo, before its first row moves: ranks in different calls, or
     with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
     ends, ends the group: the other ranks' hosts raise as soon as they wait for it, and their
-    streams stop at the timeout (an error of CUDA, or the process is ended by NCCL). Whatever waits
-    for a rank that is stopped does so until the timeout. torchrun ends all ranks when one has.
+    streams stop at the timeout (an error of CUDA, or the process is ended by NCCL). A wait for a
+    rank that is stopped lasts until the timeout. torchrun ends all ranks when one has ended.
 
     Args:
         group: the group; this process must be a member.
@@ -207,9 +207,9 @@ class ProcessGroupExchange(Agreeing):
 
 
 def own_host() -> str:
-    """What processes have in common that can share memory, and pass each other files.
+    """The name of this host, alike in processes that can share memory and pass files.
 
-    Containers of one machine may not: those have processes, or a network, of their own.
+    Containers of one machine differ in it where they have a PID or network namespace of their own.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -237,7 +237,7 @@ _OWN = "exchange "
 """Begins the names of `Exchange` objects that callers have made."""
 
 _MEMBERS = ("rank", "world_size", "calls", "start", "begin", "maximum", "share")
-"""What tells an `Exchange`."""
+"""The members by which an `Exchange` is recognised."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
 """The `Exchange` objects that were passed as a group, by name. Operators take no Python objects, so

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Key(NamedTuple):
-    """What tells a message from every other one."""
+    """The identity of a message."""
 
     sender: int
     receiver: int
@@ -28,7 +28,7 @@ class _Key(NamedTuple):
 
 
 class _LoopbackWorld:
-    """What the ranks of a loopback share: a letter box for each message."""
+    """State shared by the ranks of a loopback: a letter box for each message."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

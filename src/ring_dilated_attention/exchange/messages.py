@@ -28,7 +28,7 @@ from .interface import Message
 T = TypeVar("T")
 
 _HEAD = struct.Struct("=qq")
-"""What ranks show each other: a number, and how many bytes come with it."""
+"""The header of an agreement: a number, and how many bytes come with it."""
 
 _LEFT = "left"
 """In the store: why the first rank has left."""
@@ -47,7 +47,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 class Gloo:
     """A rank's end of a communicator of gloo, for agreements and for rows on the CPU.
 
-    All members make theirs at once.
+    Its construction is a collective.
 
     Args:
         store: in which the ranks meet.
@@ -132,7 +132,7 @@ class Gloo:
         return self._ask(lambda: store.get(_LEFT).decode() if store.check([_LEFT]) else None)
 
     def _ask(self, function: Callable[[], T]) -> T | None:
-        """What a function of the store returns; None if the store does not answer."""
+        """The result of a function of the store; None if the store does not answer."""
         found: list[T] = []
 
         def ask() -> None:
@@ -202,7 +202,7 @@ _MOST_CTAS = 16
 
 
 class Nccl:
-    """A rank's end of a communicator of NCCL, for rows on GPUs. All members make theirs at once.
+    """A rank's end of a communicator of NCCL, for rows on GPUs; its construction is a collective.
 
     A rank that does not answer ends the process at `timeout`, as in torch's own groups.
 

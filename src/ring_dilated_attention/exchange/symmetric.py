@@ -175,7 +175,7 @@ class Slots:
     def acts(
         self, send: Message | None, receive: Message | None
     ) -> Iterator[tuple[bool, Callable[[], None]]]:
-        """What a transfer takes, in order: whether it is part of sending, and a function.
+        """The operations of a transfer, in order: whether each is part of sending, and a function.
 
         In turns, and the sending first: see the module's docstring.
         """

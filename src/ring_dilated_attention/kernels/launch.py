@@ -36,7 +36,7 @@ def compiles_for(device: torch.device) -> bool:
 
 
 def normalizes_gelu(device: torch.device, width: int) -> bool:
-    """Whether the kernels of `gelu_norm` run on a device, for rows of so many elements."""
+    """Whether the kernels of `gelu_norm` run on a device, for rows of `features` elements."""
     return width <= MOST_GELU_WIDTH and compiles_for(device)
 
 

@@ -9,12 +9,12 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (877, 4),
-    "checks": (1_729, 6),
+    "checks": (1_720, 6),
     "cli": (1_133, 6),
     "decode": (1_704, 6),
     "draw": (682, 4),
     "engine": (2_243, 8),
-    "exchange": (1_913, 8),
+    "exchange": (1_554, 7),
     "integrations": (4_034, 11),
     "kernels": (3_370, 10),
     "nn": (3_476, 14),
@@ -24,7 +24,7 @@ BUDGET = {
     "tiles": (1_000, 6),
     "torch_op": (1_015, 5),
 }
-MOST_TESTS = 23_100
+MOST_TESTS = 22_900
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -327,7 +327,7 @@ def is_timed(fault):
 ALWAYS = ["killed in forward", "stopped in backward", "error in forward", "skipped forward"]
 
 
-def rank_main(rank, world_size, victim, name, folder, backend, symmetric_memory):
+def rank_main(rank, world_size, victim, name, folder, backend):
     torch.set_num_threads(1)
     fault = FAULTS[name]
     said: list[str] = []
@@ -347,7 +347,7 @@ def rank_main(rank, world_size, victim, name, folder, backend, symmetric_memory)
         )
         dist.barrier()
         assert dist.group.WORLD is not None
-        ends = ProcessGroupExchange(dist.group.WORLD, symmetric_memory=symmetric_memory)
+        ends = ProcessGroupExchange(dist.group.WORLD)
         me = Rank(rank, world_size, victim, device, ends, Path(folder, "fault").touch)
         mes.append(me)
         fault.program(me, fault.how)
@@ -369,11 +369,11 @@ def rank_main(rank, world_size, victim, name, folder, backend, symmetric_memory)
     os._exit(0)  # as it is: nobody is to wait for anybody here
 
 
-def outcomes_of(name, world_size, victim, backend, symmetric_memory):
+def outcomes_of(name, world_size, victim, backend):
     """Of each rank: seconds after the fault, what it said, and what it said when it went on."""
     context = forked_context()
     with tempfile.TemporaryDirectory() as folder:
-        given = world_size, victim, name, folder, backend, symmetric_memory
+        given = world_size, victim, name, folder, backend
         processes = [
             context.Process(target=rank_main, args=(rank, *given)) for rank in range(world_size)
         ]
@@ -392,9 +392,9 @@ def outcomes_of(name, world_size, victim, backend, symmetric_memory):
         return [(text[0] - begun, *text[1:]) if text else None for text in texts]
 
 
-def check(name, world_size, victim, backend="gloo", symmetric_memory=None):
+def check(name, world_size, victim, backend="gloo"):
     fault = FAULTS[name]
-    outcomes = outcomes_of(name, world_size, victim, backend, symmetric_memory)
+    outcomes = outcomes_of(name, world_size, victim, backend)
     limit = GRACE_S + TIMEOUT_S * is_timed(fault)
     for rank, outcome in enumerate(outcomes):
         wanted = fault.says if rank == victim else fault.blames
@@ -426,8 +426,7 @@ ON_GPUS = [name for name, fault in FAULTS.items() if fault.goes_on or "before" i
 @pytest.mark.gpu
 @pytest.mark.faults
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("symmetric_memory", [True, False])
 @pytest.mark.parametrize("name", ON_GPUS)
-def test_dilated_attention_on_faulty_gpus(name, symmetric_memory):
+def test_dilated_attention_on_faulty_gpus(name):
     """Faults that hosts find. Streams that wait for a rank that has ended do until the timeout."""
-    check(name, 2, 1, "cpu:gloo,cuda:nccl", symmetric_memory)
+    check(name, 2, 1, "cpu:gloo,cuda:nccl")

@@ -1,4 +1,4 @@
-"""Ranks on CUDA devices of their own: both ways in which rows travel, and many calls in a row."""
+"""Ranks on CUDA devices of their own: rows travel over NCCL, many calls in a row."""
 
 from dataclasses import replace
 from random import Random
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cut_rings import rings_cut
-from support.worlds import pretend_host, world
+from support.worlds import world
 from test_gpu import ROUNDED, case_of, failures, kernel_cases
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
@@ -20,7 +20,6 @@ from ring_dilated_attention.checks import (
     sweep,
 )
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
-from ring_dilated_attention.exchange.symmetric import SLOT_BYTES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,32 +28,19 @@ pytestmark = [
 ]
 
 
-def run_over(rank, world_size, cases, symmetric_memory):
-    """Like `run_cases`, over symmetric memory or NCCL."""
-    exchange = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
-    outcomes = [run_case(case, exchange) for case in cases]
-    assert (exchange.buffer_bytes(torch.device("cuda")) > 0) == symmetric_memory
-    return outcomes
+def run_over(rank, world_size, cases):
+    """Like `run_cases`, in the group of all ranks."""
+    exchange = ProcessGroupExchange(world())
+    return [run_case(case, exchange) for case in cases]
 
 
-@pytest.mark.parametrize("symmetric_memory", [True, False])
-def test_nccl(symmetric_memory):
-    world_size = torch.cuda.device_count()
-    cases = [replace(case, device="cuda") for case in sweep(world_size)]
-    cases += kernel_cases(world_size, "auto", torch.bfloat16)
-    outcomes = combine(run_ranks(run_over, world_size, cases, symmetric_memory, backend="nccl"))
-    assert not failures(cases, outcomes)
-
-
-def run_on_two_hosts(rank, world_size, cases):
-    """Like `run_over`, of ranks that pretend to be on two hosts; what they say where they differ.
+def run_and_differ(rank, world_size, cases):
+    """Like `run_over`; what ranks say where their calls differ.
 
     One rank's arguments are others while rows of earlier calls are under way; then all go on.
     """
-    pretend_host(pytest.MonkeyPatch(), 2 * rank // world_size)
     exchange = ProcessGroupExchange(world())
     outcomes = [run_case(case, exchange) for case in cases]
-    assert exchange.buffer_bytes(torch.device("cuda")) == 0
     said = []
     for odd in range(2):
         for pattern in (ALONE, DENSE):
@@ -78,11 +64,11 @@ def attend_over(exchange, pattern):
     return dilated_attention(query, query, query, pattern, group=exchange)
 
 
-def test_two_hosts():
+def test_calls_that_differ():
     world_size = torch.cuda.device_count()
     cases = [replace(case, device="cuda") for case in sweep(world_size)]
     cases += kernel_cases(world_size, "auto", torch.bfloat16)
-    found = run_ranks(run_on_two_hosts, world_size, cases, backend="cpu:gloo,cuda:nccl")
+    found = run_ranks(run_and_differ, world_size, cases, backend="cpu:gloo,cuda:nccl")
     outcomes = combine([outcomes for outcomes, _ in found])
     assert not failures([*cases, *cases[:3], *cases[:3]], outcomes)
     for _, said in found:
@@ -114,26 +100,21 @@ def cut_cases(world_size):
             )
 
 
-def run_cut(rank, world_size, cases, symmetric_memory, round_pairs):
+def run_cut(rank, world_size, cases, round_pairs):
     with rings_cut(round_pairs):
-        return run_over(rank, world_size, cases, symmetric_memory)
+        return run_over(rank, world_size, cases)
 
 
 @pytest.mark.parametrize("round_pairs", [1, 1 << 20])
-@pytest.mark.parametrize("symmetric_memory", [True, False])
-def test_rings_cut_up(symmetric_memory, round_pairs):
+def test_rings_cut_up(round_pairs):
     world_size = torch.cuda.device_count()
     cases = list(cut_cases(world_size))
-    found = run_ranks(run_cut, world_size, cases, symmetric_memory, round_pairs, backend="nccl")
+    found = run_ranks(run_cut, world_size, cases, round_pairs, backend="nccl")
     assert not failures(cases, combine(found))
 
 
 def subgroups(world_size):
-    """Ranks of groups that overlap, so that a rank has another number in each.
-
-    With three ranks and more, some of a group have shared memory more often than others before:
-    rows travel over NCCL there.
-    """
+    """Ranks of groups that overlap, so that a rank has another number in each."""
     return [range(world_size - 1), range(1, world_size), range(world_size)]
 
 
@@ -141,32 +122,31 @@ def cases_of(ranks, device="cuda"):
     return [replace(case, device=device) for case in list(sweep(len(ranks)))[::7]]
 
 
-def run_in_subgroups(rank, world_size, device, symmetric_memory):
+def run_in_subgroups(rank, world_size, device):
     """By group, the outcomes of the ranks that are in it."""
     groups = [(ranks, dist.new_group(list(ranks))) for ranks in subgroups(world_size)]
 
     def outcomes(ranks, group):
-        exchange = ProcessGroupExchange(group, symmetric_memory=symmetric_memory)
+        exchange = ProcessGroupExchange(group)
         return [run_case(case, exchange) for case in cases_of(ranks, device)]
 
     return [outcomes(ranks, group) if rank in ranks else [] for ranks, group in groups]
 
 
-@pytest.mark.parametrize("symmetric_memory", [None, False])
-def test_subgroups(symmetric_memory):
+def test_subgroups():
     world_size = torch.cuda.device_count()
-    found = run_ranks(run_in_subgroups, world_size, "cuda", symmetric_memory, backend="nccl")
+    found = run_ranks(run_in_subgroups, world_size, "cuda", backend="nccl")
     for ranks, *by_rank in zip(subgroups(world_size), *found, strict=True):
         outcomes = combine([by_rank[rank] for rank in ranks])
         assert not failures(cases_of(ranks), outcomes)
 
 
-def many_transfers(rank, world_size, symmetric_memory):
+def many_transfers(rank, world_size):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
-    exchange = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
+    exchange = ProcessGroupExchange(world())
     device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
     exchange.maximum([0], device)
-    sizes = [1, 63, 4096, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES // 2]
+    sizes = [1, 63, 4096, 2**20 + 1, 2**24, 5 * 2**23]
 
     def message(nbytes, *seed):
         generator = torch.Generator(device).manual_seed(hash(seed))
@@ -197,10 +177,9 @@ def many_transfers(rank, world_size, symmetric_memory):
     return int(torch.stack(broken).sum())
 
 
-@pytest.mark.parametrize("symmetric_memory", [True, False])
-def test_transfers(symmetric_memory):
+def test_transfers():
     world_size = torch.cuda.device_count()
-    assert not any(run_ranks(many_transfers, world_size, symmetric_memory, backend="nccl"))
+    assert not any(run_ranks(many_transfers, world_size, backend="nccl"))
 
 
 def held_bytes(device):
@@ -232,9 +211,9 @@ def drawn_case(random, world_size):
     return length, pattern, layout, is_causal, exchange, heads, head_dim
 
 
-def soak(rank, world_size, symmetric_memory, cases, repeats):
+def soak(rank, world_size, cases, repeats):
     """Calls of many shapes, patterns and layouts with fresh data; each against one GPU's result."""
-    group = ProcessGroupExchange(world(), symmetric_memory=symmetric_memory)
+    group = ProcessGroupExchange(world())
     device = torch.device("cuda", rank)
     random, worst, held = Random(0), 0.0, []
     drawn = [drawn_case(random, world_size) for _ in range(cases)]
@@ -267,11 +246,10 @@ def soak(rank, world_size, symmetric_memory, cases, repeats):
 
 
 @pytest.mark.timeout(900)  # kernels compile for minutes
-@pytest.mark.parametrize("symmetric_memory", [False, True])
-def test_many_calls(symmetric_memory):
+def test_many_calls():
     """No hang, no drift, flat memory: results equal one GPU's within what bf16 rounds."""
     world_size, cases = torch.cuda.device_count(), 12
-    found = run_ranks(soak, world_size, symmetric_memory, cases, 100, backend="nccl", timeout=850)
+    found = run_ranks(soak, world_size, cases, 100, backend="nccl", timeout=850)
     for worst, held in found:
         print(f"largest error {worst:.1e}, bytes held {held[::20]}, at most {max(held)}")
         assert worst < 4 * ROUNDED  # of two results, each a sum of two rounded parts

@@ -107,7 +107,6 @@ def _versions() -> dict[str, str]:
         "CUDA of torch": str(torch.version.cuda),
         "cuDNN of torch": said_by(_version_in, torch.backends.cudnn),
         "NCCL of torch": said_by(_version_in, torch.cuda.nccl),
-        "symmetric memory": said_by(_symmetric_memory),
         "triton": said_by(version, "triton"),
         "flash-attn-4": said_by(_flash_attn_4),
         "transformers": said_by(version, "transformers"),
@@ -120,14 +119,6 @@ def _versions() -> dict[str, str]:
 def _version_in(module: Any) -> str:
     found = module.version()
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
-
-
-def _symmetric_memory() -> str:
-    memory = import_module("torch.distributed._symmetric_memory")
-    if not torch.cuda.is_available():
-        return "in this torch; not tried without a GPU"
-    memory.empty(1024, dtype=torch.uint8, device=torch.device("cuda", 0)).fill_(1).sum().item()
-    return "can be allocated (sharing it takes two processes and was not tried)"
 
 
 def _flash_attn_4() -> str:

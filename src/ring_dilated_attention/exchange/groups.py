@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -25,7 +21,6 @@ from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
 from .interface import ALONE, Exchange, Message, Nothing, Pending, SoloExchange, untraced
 from .messages import Gloo, Nccl, timeout_of
-from .symmetric import Outbox, index_of, make_outbox
 
 
 class _Members:
@@ -39,8 +34,7 @@ class _Members:
 
     Attributes:
         gloo: for agreements, and for rows on the CPU.
-        on_gpus: the transport of rows on GPUs and this rank's GPU, by the value of
-            `symmetric_memory`.
+        nccl: for rows on GPUs, from the first call with some on.
         calls: of the group.
 
     Raises:
@@ -51,7 +45,7 @@ class _Members:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
         self.store, self.timeout = dist.PrefixStore(f"{timeout:g} s", store), timeout
-        self.on_gpus: dict[bool | None, tuple[Outbox | Nccl, torch.device]] = {}
+        self.nccl: Nccl | None = None
         try:
             self.gloo = Gloo(self.store, rank, world_size, timeout)
             versions = [data.decode() for _, data in self.gloo.begin(0, __version__.encode())()]
@@ -68,10 +62,6 @@ class _Members:
             )
         self.calls = Calls(rank, world_size, self.gloo)
 
-    def share(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, while a call is being agreed on."""
-        return [pickle.loads(data) for _, data in self.gloo.begin(0, pickle.dumps(value))()]
-
 
 @untraced
 def _meet(group: dist.ProcessGroup, timeout: float) -> _Members:
@@ -85,24 +75,18 @@ _members: WeakKeyDictionary[dist.ProcessGroup, dict[float, _Members]] = WeakKeyD
 class ProcessGroupExchange(Agreeing):
     """An `Exchange` over a ProcessGroup of torch.distributed (gloo, NCCL).
 
-    Rows on the CPU travel over gloo. Rows on GPUs of one host that can read each other's memory
-    travel through torch's symmetric memory, which takes no multiprocessor from the compute, others
-    over NCCL. All of it is this package's own, so that rows do not queue behind the caller's
-    collectives, nor these behind them. The first call with a group makes what is needed, which
-    takes seconds on GPUs.
+    Rows on the CPU travel over gloo, rows on GPUs over NCCL. The communicators are this package's
+    own, so that rows do not queue behind the caller's collectives, nor these behind them. The first
+    call with a group makes them, which takes seconds on GPUs.
 
     Ranks agree on every call over gloo, before its first row moves: ranks in different calls, or
     with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
     ends, ends the group: the other ranks' hosts raise as soon as they wait for it, and their
-    streams stop at the timeout (an error of CUDA, or the process is ended by NCCL). A wait for a
-    rank that is stopped lasts until the timeout. torchrun ends all ranks when one has ended.
+    streams stop at the timeout, when NCCL ends the process. A wait for a rank that is stopped lasts
+    until the timeout. torchrun ends all ranks when one has ended.
 
     Args:
         group: the group; this process must be a member.
-        symmetric_memory: whether rows on GPUs travel through symmetric memory; the same on all
-            ranks. None: where they can, with a warning where the ranks' GPUs can read each other's
-            memory and the system does not let them share it. It takes 64 MiB of a GPU for each
-            group.
         timeout: how long to wait for another rank, in seconds or as a timedelta; the same on all
             ranks. None: the group's own timeout (see `torch.distributed.init_process_group`), as it
             is at the group's first call.
@@ -110,24 +94,17 @@ class ProcessGroupExchange(Agreeing):
     Raises:
         TypeError: `timeout` is neither a number, a timedelta nor None.
         ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
-            from the first call, with ``symmetric_memory=True``: the ranks are on several hosts, or
-            do not have their tensors on CUDA devices that can read each other's memory; from a
-            later call: its tensors are on another GPU than those of the first.
-        RuntimeError: from the first call, with ``symmetric_memory=True``: they cannot share it.
+            from a call: its tensors are on another GPU than those of the first.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        symmetric_memory: bool | None = None,
-        timeout: float | timedelta | None = None,
+        self, group: dist.ProcessGroup, *, timeout: float | timedelta | None = None
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):  # as that of ranks outside of it is none
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
         self.rank, self.world_size = group.rank(), group.size()  # dist.get_rank takes longer
         self.sent_bytes = 0
-        self._group, self._symmetric_memory = group, symmetric_memory
+        self._group = group
         self._timeout = None if timeout is None else _seconds(timeout)
         self._found: _Members | None = None
 
@@ -160,61 +137,33 @@ class ProcessGroupExchange(Agreeing):
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
-        transport = self._on_gpus(tensor.device) if tensor.is_cuda else met.gloo
+        transport = self._nccl(tensor.device) if tensor.is_cuda else met.gloo
         return transport.transfer(send, receive, met.calls.number)
 
     def prepare(self, device: torch.device) -> None:
         """Make what rows on `device` travel by, unless it is there; all members do so at once."""
         if device.type == "cuda":
-            self._on_gpus(device)
+            self._nccl(device)
 
-    def _on_gpus(self, device: torch.device) -> Outbox | Nccl:
+    def _nccl(self, device: torch.device) -> Nccl:
         met = self._met
-        known = met.on_gpus.get(self._symmetric_memory)
-        if known is None:
-            device = torch.device("cuda", index_of(device))
-            known = self._make(device), device
-            met.on_gpus[self._symmetric_memory] = known
-        elif device.index is not None and device != known[1]:
+        if met.nccl is None:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)  # of this thread, which may be one of autograd's
+            store = dist.PrefixStore("nccl", met.store)
+            met.nccl = Nccl(self._group, store, device, met.timeout)
+        elif device.index is not None and device != met.nccl.device:
             raise ValueError(
-                f"this group moves rows of {known[1]} on rank {self.rank}, where its first "
+                f"this group moves rows of {met.nccl.device} on rank {self.rank}, where its first "
                 f"call was; got tensors on {device}: make another group for them "
                 "(torch.distributed.new_group), on all ranks"
             )
-        return known[0]
-
-    def _make(self, device: torch.device) -> Outbox | Nccl:
-        met, wish = self._met, self._symmetric_memory
-        torch.cuda.set_device(device)  # of this thread, which may be one of autograd's
-        if wish is not False:
-            outbox = make_outbox(
-                self._group, device, met.timeout, own_host(), met.share, is_asked_for=bool(wish)
-            )
-            if outbox is not None:
-                return outbox
-        return Nccl(self._group, dist.PrefixStore(f"nccl {wish}", met.store), device, met.timeout)
-
-    def buffer_bytes(self, device: torch.device) -> int:
-        """Bytes of `device` that symmetric memory takes; 0 before the first call, and over NCCL."""
-        known = None
-        if self._found is not None and device.type == "cuda":
-            known = self._found.on_gpus.get(self._symmetric_memory)
-        return 0 if known is None else known[0].nbytes
+        return met.nccl
 
     def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
         """See `Exchange.begin`."""
         return self._met.gloo.begin(number, data)
-
-
-def own_host() -> str:
-    """The name of this host, alike in processes that can share memory and pass files.
-
-    Containers of one machine differ in it where they have a PID or network namespace of their own.
-    """
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
-    return socket.gethostname()
 
 
 def _seconds(timeout: float | timedelta) -> float:

@@ -213,8 +213,6 @@ class Nccl:
         timeout: seconds to wait for another rank.
     """
 
-    nbytes = 0
-
     def __init__(
         self, group: dist.ProcessGroup, store: dist.Store, device: torch.device, timeout: float
     ) -> None:
@@ -225,7 +223,7 @@ class Nccl:
         options._timeout = timedelta(seconds=timeout)
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         options.group_name = f"ring_dilated_attention {group.group_name}"
-        self._device, self._messages = device, dist.ProcessGroup(store, rank, world_size)
+        self.device, self._messages = device, dist.ProcessGroup(store, rank, world_size)
         kind = dist.ProcessGroup.BackendType.NCCL
         self._messages._set_default_backend(kind)
         backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -243,13 +241,13 @@ class Nccl:
         messages: Any = self._messages
         peers = [one[0] for one in (receive, send) if one is not None]
         try:
-            messages._start_coalescing(self._device)
+            messages._start_coalescing(self.device)
             try:
                 for start, one in ((messages.send, send), (messages.recv, receive)):
                     if one is not None:
                         start([one[1]], one[0], 0)
             finally:  # else all that this thread asks NCCL for waits for it
-                work = messages._end_coalescing(self._device)
+                work = messages._end_coalescing(self.device)
         except dist.DistBackendError as error:
             raise LostPeerError(peers, _said(error)) from error
         return _Launched(work, [one[1] for one in (send, receive) if one is not None])

@@ -16,7 +16,7 @@ BUDGET = {
     "engine": (2_243, 8),
     "exchange": (1_554, 7),
     "integrations": (4_034, 11),
-    "kernels": (3_370, 10),
+    "kernels": (3_373, 10),
     "nn": (3_476, 14),
     "parallel": (1_085, 4),
     "plan": (3_061, 9),

@@ -343,12 +343,14 @@ def build_programs(
     )
     # Ranges of the same branches are of one kind.
     kinds, kind = own[:, 6].unique(return_inverse=True)
-    shortest, of_kinds, order, most, reach = _layout(kinds, spec, block)
+    shortest, of_kinds, order, most, reach = _layout(kinds, spec, longest, block)
     steps, starts = of_kinds[kind], (of_kinds.cumsum(0) - of_kinds)[kind]
     made = _programs(own, kind.argsort(stable=True), shortest[kind], steps, block)
-    which, work = made[:, 0], most[starts[made[:, 0]] + made[:, 3]]
+    work = most[starts[made[:, 0]] + made[:, 3]]
+    # Of a large rate nearly all residues have no head.
+    made, work = made[work > 0], work[work > 0]
     if is_causal:  # later rows see more
-        work = work * (made[:, 2].double() / own[which, 1])
+        work = work * (made[:, 2].double() / own[made[:, 0], 1])
     made = made[(-work).argsort(stable=True)]
     table = torch.empty(len(own), 8, dtype=torch.int64)
     table[:, :4], table[:, 4], table[:, 5] = own[:, :4], own[:, 6], steps
@@ -365,7 +367,7 @@ def build_programs(
 
 
 def _layout(
-    kinds: torch.Tensor, spec: torch.Tensor, block: int
+    kinds: torch.Tensor, spec: torch.Tensor, longest: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """How rows are divided among programs: `kinds` are bits of branches, which are rows of `spec`.
 
@@ -377,7 +379,6 @@ def _layout(
     """
     run = (kinds[:, None] >> torch.arange(len(spec)) & 1).bool()
     lengths, rates, offsets = spec[:, 0], spec[:, 1], spec[:, 2:]
-    longest = int(lengths.max())
     branches = spec[:, :2].tolist()
     pairs = [[branches[b] for b, runs in enumerate(each) if runs] for each in run.tolist()]
     steps_of_kinds = [step_of(each, longest, block) for each in pairs]
@@ -388,7 +389,9 @@ def _layout(
         length, rate = branches[branch]
         common = steps.clamp(max=rate)[:, None, None]
         offset = offsets[branch][:, None]
-        shown = (residues % common == offset % common) & (offset >= 0)
+        # Where segments begin at different residues, a head may have rows of any.
+        any_residue = (length % common != 0) & (length < longest)
+        shown = (any_residue | (residues % common == offset % common)) & (offset >= 0)
         work += (run[:, branch, None, None] & shown).double() * (length / rate)
     is_one = residues < steps[:, None]
     negative, order = torch.where(is_one[:, None], -work, 1).sort(dim=2, stable=True)

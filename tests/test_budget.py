@@ -14,7 +14,7 @@ BUDGET = {
     "decode": (1_704, 6),
     "draw": (682, 4),
     "engine": (2_243, 8),
-    "exchange": (1_554, 7),
+    "exchange": (1_593, 7),
     "integrations": (4_034, 11),
     "kernels": (3_373, 10),
     "nn": (3_476, 14),
@@ -24,7 +24,7 @@ BUDGET = {
     "tiles": (1_000, 6),
     "torch_op": (1_015, 5),
 }
-MOST_TESTS = 22_900
+MOST_TESTS = 23_000
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

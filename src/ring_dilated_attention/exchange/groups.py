@@ -20,7 +20,7 @@ from ..pattern import in_brief
 from .agreement import Agreeing
 from .calls import Calls, ExchangeError, LostPeerError
 from .interface import ALONE, Exchange, Message, Nothing, Pending, SoloExchange, untraced
-from .messages import Gloo, Nccl, timeout_of
+from .messages import DryRun, Gloo, Nccl, is_fake, timeout_of
 
 
 class _Members:
@@ -46,8 +46,12 @@ class _Members:
         store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
         self.store, self.timeout = dist.PrefixStore(f"{timeout:g} s", store), timeout
         self.nccl: Nccl | None = None
+        self.gloo: Gloo | DryRun
         try:
-            self.gloo = Gloo(self.store, rank, world_size, timeout)
+            if is_fake(group):
+                self.gloo = DryRun(world_size)
+            else:
+                self.gloo = Gloo(self.store, rank, world_size, timeout)
             versions = [data.decode() for _, data in self.gloo.begin(0, __version__.encode())()]
         except LostPeerError as lost:
             raise ExchangeError(
@@ -77,7 +81,8 @@ class ProcessGroupExchange(Agreeing):
 
     Rows on the CPU travel over gloo, rows on GPUs over NCCL. The communicators are this package's
     own, so that rows do not queue behind the caller's collectives, nor these behind them. The first
-    call with a group makes them, which takes seconds on GPUs.
+    call with a group makes them, which takes seconds on GPUs. In a ``fake`` group of torch's, for
+    dry runs, nothing travels: shapes and memory are those of a rank, numbers are not.
 
     Ranks agree on every call over gloo, before its first row moves: ranks in different calls, or
     with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
@@ -137,12 +142,13 @@ class ProcessGroupExchange(Agreeing):
         if send is not None:
             self.sent_bytes += send[1].nbytes
         _, tensor = send or receive or (0, torch.empty(0))
-        transport = self._nccl(tensor.device) if tensor.is_cuda else met.gloo
+        uses_nccl = tensor.is_cuda and isinstance(met.gloo, Gloo)
+        transport = self._nccl(tensor.device) if uses_nccl else met.gloo
         return transport.transfer(send, receive, met.calls.number)
 
     def prepare(self, device: torch.device) -> None:
         """Make what rows on `device` travel by, unless it is there; all members do so at once."""
-        if device.type == "cuda":
+        if device.type == "cuda" and isinstance(self._met.gloo, Gloo):
             self._nccl(device)
 
     def _nccl(self, device: torch.device) -> Nccl:

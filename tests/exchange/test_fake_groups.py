@@ -1,5 +1,7 @@
 """torch's ``fake`` groups: a dry run of one rank of many."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ def test_shapes_are_those_of_a_rank(four_ranks, exchange):
     shape = 1, layout.local_length(1), 4, 8
     query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
     pattern = DilatedPattern([16, None], [1, 3])
-    options = {"group": four_ranks, "layout": layout, "exchange": exchange, "is_causal": True}
+    options: Any = {"group": four_ranks, "layout": layout, "exchange": exchange, "is_causal": True}
     out = dilated_attention(query, key, value, pattern, **options)
     gradients = torch.autograd.grad(out.sum(), (query, key, value))
     assert [x.shape for x in (out, *gradients)] == [torch.Size(shape)] * 4

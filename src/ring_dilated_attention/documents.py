@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .caches import INT_BYTES, cache_by_size
 from .pattern import INT_LIMIT, in_brief, shape_in_brief
 
 Integers: TypeAlias = Sequence[int] | torch.Tensor
@@ -120,13 +119,6 @@ def _as_int(name: str, number: Any) -> int:
         raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
 
 
-def _nbytes(arguments: tuple[Any, ...], rows: tuple[PackedRows, ...]) -> int:
-    documents, lengths, *_ = arguments
-    numbers = len(documents) + len(lengths) + sum(len(packed.borders) for packed in rows)
-    return numbers * INT_BYTES
-
-
-@cache_by_size(8 << 20, _nbytes)
 def packed_rows(
     documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
 ) -> tuple[PackedRows, ...]:

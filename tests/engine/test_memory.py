@@ -22,7 +22,7 @@ from ring_dilated_attention import (
     resolve,
 )
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.engine import RingCall, TileCall, compute, executor, parts, ring_forward
+from ring_dilated_attention.engine import RingCall, TileCall, compute, executor, ring_forward
 from ring_dilated_attention.engine.blocks import Block
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import Selection, backend_named
@@ -165,10 +165,10 @@ def test_a_slice_is_large_enough_for_a_gpu():
 
     def most_rows(row_bytes, workspace=None):
         call = TileCall(Selection(EAGER), 1.0, 1, 1, workspace)
-        return call.most_rows(query, parts.FORWARD_WORKSPACE, row_bytes)
+        return call.most_rows(query, compute.FORWARD_WORKSPACE, row_bytes)
 
-    assert most_rows(1 << 20) == parts.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
-    assert most_rows(16) * 16 == parts.WORKSPACE_FLOOR
+    assert most_rows(1 << 20) == compute.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
+    assert most_rows(16) * 16 == compute.WORKSPACE_FLOOR
     assert most_rows(16, 0.5) == 0.5 * query.nbytes / 16
 
 

@@ -26,7 +26,7 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.engine import TileCall, compute
+from ring_dilated_attention.engine import TileCall, executor, own_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.own_programs import (
     MOST_POSITIONS,
@@ -158,7 +158,7 @@ def check(case, seed=0):
 
 @pytest.mark.parametrize("first", range(4))
 def test_random_calls_are_the_reference(first, monkeypatch):
-    monkeypatch.setattr(compute, "FEWEST_ROWS", 0)  # the kernels take any
+    monkeypatch.setattr(own_rows, "FEWEST_ROWS", 0)  # the kernels take any
     if first % 2:  # programs of as many rows as can be, some of which are members of a branch
         monkeypatch.setattr(f"{PROGRAMS}.LOADED_ROWS", 1e9)
     for seed in [*range(10), 12, 21] if INTERPRETED else range(40):
@@ -173,9 +173,9 @@ def test_high_rates_make_no_empty_programs(rate):
         layout = SequenceLayout.contiguous(2000, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=4).rank(0)
         call = TileCall(ALL_BY_ROWS, 1.0, 1, 1)
-        schedule = compute.own_schedule(one, call, 16)
+        schedule = own_rows.own_schedule(one, call, 16)
         programs = [len(each.programs(64, torch.device("cpu")).rows) for each in schedule.launches]
-        assert sum(programs) <= 2000 / compute.FEWEST_ROWS
+        assert sum(programs) <= 2000 / own_rows.FEWEST_ROWS
         groups = (*schedule.covering, *schedule.others)
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
@@ -263,13 +263,13 @@ def test_large_branches_go_by_themselves(monkeypatch):
     wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runs: list[Any] = []
-    forward = compute.forward_own
+    forward = own_rows.forward_own
 
     def count(launch, *arguments):
         runs.append(launch.ranges)
         forward(launch, *arguments)
 
-    monkeypatch.setattr(compute, "forward_own", count)
+    monkeypatch.setattr(executor, "forward_own", count)
     limits = (Limits(4 * 16 * 4 * 2 * 12**2),)
     monkeypatch.setattr(SELECT, lambda *_: Selection(EAGER, limits))
     functions: list[Any] = [dilated_attention, detached_dilated_attention]
@@ -297,7 +297,7 @@ def shards_of(dice, length, ranks):
 @pytest.mark.parametrize("first", range(4))
 def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
     """Each rank computes row by row what it holds all of, and of segments that it shares."""
-    monkeypatch.setattr(compute, "FEWEST_ROWS", 0)
+    monkeypatch.setattr(own_rows, "FEWEST_ROWS", 0)
     one_at_a_time, launched = threading.Lock(), [0]  # the interpreter is not for threads
 
     def guarded(function):
@@ -309,7 +309,7 @@ def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
         return call
 
     for name in ("forward_own", "backward_own"):
-        monkeypatch.setattr(compute, name, guarded(getattr(compute, name)))
+        monkeypatch.setattr(executor, name, guarded(getattr(executor, name)))
     for seed in ([1, 4, 6, 12][first],) if INTERPRETED else range(first, 24, 4):
         before = launched[0]
         limit = check_on_ranks(seed, monkeypatch)
@@ -353,7 +353,7 @@ def test_a_few_short_cells_get_no_launch_of_their_own():
             num_heads=4,
             documents=documents,
         ).rank(0)
-        schedule = compute.own_schedule(one, call, 16)
+        schedule = own_rows.own_schedule(one, call, 16)
         left = (*schedule.covering, *schedule.others, *schedule.zero_keys)
         assert (not left) == few
 
@@ -378,14 +378,14 @@ def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monk
         asked.append(call.limits)
         return own_schedule(plan, call, head_dim)
 
-    own_schedule = compute.own_schedule
-    monkeypatch.setattr(compute, "own_schedule", noted)
+    own_schedule = own_rows.own_schedule
+    monkeypatch.setattr(executor, "own_schedule", noted)
     for name in ("forward_own", "backward_own"):  # what they compute does not matter here
-        monkeypatch.setattr(compute, name, lambda *_, **__: None)
+        monkeypatch.setattr(executor, name, lambda *_, **__: None)
     query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
     out = dilated_attention(query, query, query, pattern, is_causal=is_causal, documents=documents)
     out.sum().backward()
-    assert asked == [long if factor < 1 and documents is None else short] * 2
+    assert asked == [long if factor < 1 and documents is None else short]
 
 
 @pytest.mark.parametrize("head_dim", [40, 48, 80])
@@ -412,7 +412,7 @@ def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monke
     )
     for block in (32, 64):
         assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
-    monkeypatch.setattr(compute, "BLOCK_ROWS", 32)
+    monkeypatch.setattr(own_rows, "BLOCK_ROWS", 32)
     case: Any = Draw(0)
     vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
     vars(case).update(documents=[0, 9, 85], length=85, heads_per_kv=1, kv_heads=2, head_dim=16)
@@ -427,7 +427,7 @@ def test_tables_start_where_no_kernel_is_compiled_anew(heads):
     for length in range(40, 60):
         layout = SequenceLayout.contiguous(length, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=heads).rank(0)
-        for launch in compute.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
+        for launch in own_rows.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
             tables = launch.programs(16, torch.device("cpu")).tensors
             assert not any(x.data_ptr() % 16 for x in tables)
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in tables)
@@ -436,7 +436,7 @@ def test_tables_start_where_no_kernel_is_compiled_anew(heads):
 def test_what_is_kept_of_a_plan_goes_with_it():
     layout = SequenceLayout.contiguous(53, 1)
     one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = compute.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16)
+    kept = own_rows.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16)
     launch = weakref.ref(kept.launches[0])
     kept.launches[0].programs(16, torch.device("cpu"))
     del one, kept

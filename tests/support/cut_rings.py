@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ring_dilated_attention.engine import parts
+from ring_dilated_attention.engine import compute
 from ring_dilated_attention.plan import spec
 from ring_dilated_attention.resolve import forget_plans
 

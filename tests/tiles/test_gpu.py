@@ -20,7 +20,7 @@ from ring_dilated_attention.checks import (
     simulate,
     sweep,
 )
-from ring_dilated_attention.engine import Accumulator, TileCall, merge_, parts
+from ring_dilated_attention.engine import Accumulator, TileCall, merge_, compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (

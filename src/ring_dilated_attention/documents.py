@@ -120,7 +120,7 @@ def _as_int(name: str, number: Any) -> int:
 
 
 def packed_rows(
-    documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
+    documents: Sequence[int], lengths: Sequence[int], batch: int, total: int
 ) -> tuple[PackedRows, ...]:
     """Sort the rows of a batch by what they hold.
 

@@ -283,7 +283,7 @@ def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -
     """
     _check_layout(options, shape[1], ends.rank, ends.world_size)
     total = options.layout_of(shape[1], ends.world_size).length
-    packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
+    packed_rows(options.documents, options.lengths, shape[0], total)
 
 
 def _check_layout(

@@ -246,22 +246,3 @@ class Computing(NamedTuple):
 
     number: int
     device: torch.device = torch.device("cuda", 1)
-
-
-def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
-    """A part of it may be queued."""
-    kept: list[torch.Tensor] = []
-
-    class Fails:
-        def run(self, add_all, into):
-            raise torch.OutOfMemoryError
-
-        def outlast(self, tensors):
-            kept.extend(tensors)
-
-    monkeypatch.setattr(accumulate, "streams_of", lambda device: Fails())
-    total, part = torch.zeros(2), torch.ones(2)
-    sums = accumulate.Accumulator(torch.device("cpu"))
-    with pytest.raises(torch.OutOfMemoryError):
-        sums.run(lambda: None, part, into=(total,), is_long=True)
-    assert [x.data_ptr() for x in kept] == [part.data_ptr(), total.data_ptr()]

@@ -3,13 +3,11 @@
 In the interpreter (TRITON_INTERPRET=1), or on CUDA; what is integers alone is tested anywhere.
 """
 
-import gc
 import math
 import os
 import random
 import sys
 import threading
-import weakref
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -32,7 +30,6 @@ from ring_dilated_attention.kernels.own_programs import (
     MOST_POSITIONS,
     build_programs,
     launches_of,
-    step_of,
 )
 from ring_dilated_attention.plan import OwnRange
 from ring_dilated_attention.resolve import forget_plans
@@ -188,17 +185,6 @@ def test_patterns_of_many_branches():
     out = dilated_attention(q, k, v, pattern, backend="triton")
     want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
     assert_close_to(out, want, terms=64)
-
-
-def test_half_precision_rounds_once():
-    """All branches of a row in one sum: one rounding of out, however many there are."""
-    if INTERPRETED:
-        pytest.skip("Triton 3.6 interprets bfloat16 as uint16")
-    pattern = DilatedPattern([16, 16, 32, 64, None], [1, 1, 2, 4, 8])
-    q, k, v = (torch.randn(1, 300, 8, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out = dilated_attention(q, k, v, pattern, backend="triton")
-    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
-    assert (out - want).abs().max() < 2**-8 * want.abs().max() + 2**-9
 
 
 def test_integers_are_wide_where_keys_are_further_apart_than_rows():
@@ -403,23 +389,6 @@ def test_head_dims_of_two_parts(head_dim, monkeypatch):
     check(case)
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monkeypatch):
-    """Rows of a program are 2 apart, a branch takes every fourth."""
-    pattern = DilatedPattern(
-        [64, None, None], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
-    )
-    for block in (32, 64):
-        assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
-    monkeypatch.setattr(own_rows, "BLOCK_ROWS", 32)
-    case: Any = Draw(0)
-    vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
-    vars(case).update(documents=[0, 9, 85], length=85, heads_per_kv=1, kv_heads=2, head_dim=16)
-    vars(case).update(batch=1, scale=None)
-    check(case)
-
-
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tables_start_where_no_kernel_is_compiled_anew(heads):
     """At multiples of 16 bytes, whatever their lengths."""
@@ -431,14 +400,3 @@ def test_tables_start_where_no_kernel_is_compiled_anew(heads):
             tables = launch.programs(16, torch.device("cpu")).tensors
             assert not any(x.data_ptr() % 16 for x in tables)
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in tables)
-
-
-def test_what_is_kept_of_a_plan_goes_with_it():
-    layout = SequenceLayout.contiguous(53, 1)
-    one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = own_rows.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16)
-    launch = weakref.ref(kept.launches[0])
-    kept.launches[0].programs(16, torch.device("cpu"))
-    del one, kept
-    gc.collect()
-    assert launch() is None

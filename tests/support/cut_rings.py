@@ -28,7 +28,7 @@ def rings_cut(pairs: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if pairs is not None:
             set_round_pairs(patch, pairs)
-            patch.setattr(parts, "LONG_FLOPS", 0)
+            patch.setattr(compute, "LONG_FLOPS", 0)
         forget_plans()  # plans keep their rounds
         yield
     forget_plans()

@@ -295,49 +295,43 @@ def _make_schedule(
     return Schedule(tuple(blocks), tuple(table), tuple(packed))
 
 
-def launch_of(work: Schedule, *key: Any) -> Launch:
-    """The result of `_make_launch`, kept for the next call with the same arguments."""
-    device = key[-1]
-    return TABLES.get(work, key, device, partial(_make_launch, work, *key))
-
-
-def _make_launch(
-    work: Schedule,
-    direction: str,
-    batch: int,
-    heads_per_kv: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Launch:
-    """The tables of a launch on the device, and its configuration.
+def launch_of(work: Schedule, direction: str, call: TileCall, query: torch.Tensor) -> Launch:
+    """The tables of a launch on the device, and its configuration; kept for the next call.
 
     `direction` is ``"forward"`` or ``"backward"``.
     """
-    from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
+    device, head_dim, dtype = query.device, query.shape[3], query.dtype
 
-    queries, keys = work.longest
+    def make() -> Launch:
+        from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
 
-    def config(kernel: Kernel) -> LaunchConfig:
-        return default_config(kernel, head_dim, dtype, queries=queries, keys=keys, device=device)
+        queries, keys = work.longest
 
-    chosen: LaunchConfig | BackwardConfig
-    if direction == "forward":
-        chosen = config("forward")
-        block_m, block_n = chosen.block_m, chosen.block_n
-    else:
-        chosen = BackwardConfig(config("dq"), config("dkdv"))
-        block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
-    cells = build_cells(
-        work.table,
-        work.packed,
-        batch=batch,
-        heads_per_kv=heads_per_kv,
-        block_m=block_m,
-        block_n=block_n,
-        device=device,
-    )
-    return Launch(cells, chosen)
+        def config(kernel: Kernel) -> LaunchConfig:
+            return default_config(
+                kernel, head_dim, dtype, queries=queries, keys=keys, device=device
+            )
+
+        chosen: LaunchConfig | BackwardConfig
+        if direction == "forward":
+            chosen = config("forward")
+            block_m, block_n = chosen.block_m, chosen.block_n
+        else:
+            chosen = BackwardConfig(config("dq"), config("dkdv"))
+            block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
+        cells = build_cells(
+            work.table,
+            work.packed,
+            batch=call.batch,
+            heads_per_kv=call.heads_per_kv,
+            block_m=block_m,
+            block_n=block_n,
+            device=device,
+        )
+        return Launch(cells, chosen)
+
+    key = direction, call.batch, call.heads_per_kv, head_dim, dtype, device
+    return TABLES.get(work, key, device, make)
 
 
 def merge_zero_keys(
@@ -467,9 +461,7 @@ def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Resu
     from ..kernels import tiles_forward
 
     query, (out, lse, store) = inputs.query, result
-    launch = launch_of(
-        work, "forward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
-    )
+    launch = launch_of(work, "forward", call, query)
     tiles_forward(
         *inputs,
         out,
@@ -539,9 +531,7 @@ def _backward_launch(
     from ..kernels import tiles_backward
 
     query = inputs.query
-    launch = launch_of(
-        work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
-    )
+    launch = launch_of(work, "backward", call, query)
     tiles_backward(
         merged.dout,
         *inputs,

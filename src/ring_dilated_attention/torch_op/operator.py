@@ -374,8 +374,8 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-# Importing the counter imports Triton, or warns that there is none. So the formulas are registered
-# when somebody else has imported it: now, or later.
+# Importing the counter imports Triton, which reads TRITON_INTERPRET then, or warns that there is
+# none. So the formulas are registered when somebody else has imported it: now, or later.
 _COUNTER = "torch.utils.flop_counter"
 if _COUNTER in sys.modules:
     _register_flops(sys.modules[_COUNTER])

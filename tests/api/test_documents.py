@@ -146,10 +146,7 @@ def test_tensors_are_as_good_as_lists(dtype):
 
 def test_rows_of_a_batch_that_run_together():
     def rows(lengths):
-        return [
-            (packed.rows, packed.borders[-1])
-            for packed in packed_rows((), lengths, len(lengths), 9)
-        ]
+        return [(some, borders[-1]) for some, borders in packed_rows((), lengths, len(lengths), 9)]
 
     assert rows((9, 9)) == [(slice(None), 9)]
     assert rows((4, 9, 4, 9)) == [(slice(0, 3, 2), 4), (slice(1, 4, 2), 9)]

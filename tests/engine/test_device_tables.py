@@ -30,10 +30,6 @@ class Owner:
 class Table(NamedTuple):
     rows: torch.Tensor
 
-    @property
-    def tensors(self):
-        return tuple(self)
-
 
 def made(log, nbytes):
     log.append(nbytes)

@@ -96,8 +96,7 @@ class KernelCall(NamedTuple):
         is_long: whether it takes long enough for its results to be added behind the next one.
         added: how many of the results are added there, the first ones; all, none, or of gradients
             that of the query. The back end writes the others where they belong.
-        additions: numbers of gradients, with whether these are written over what is there (True) or
-            added to it.
+        stores: of each of these, whether it is written over what is there, or added to it.
         memo: see `TileInputs`.
     """
 
@@ -107,7 +106,7 @@ class KernelCall(NamedTuple):
     is_causal: bool
     is_long: bool
     added: int
-    additions: tuple[tuple[bool, tuple[int, ...]], ...]
+    stores: tuple[bool, ...]
     memo: dict[Any, Any]
 
 
@@ -164,7 +163,6 @@ def _cut(
     assert backend is not None
     order, head_dim = backend.rows_first, query.shape[3]
     long_flops = profile_of(query.device).flops(LONG_FLOPS)
-    additions: tuple[tuple[bool, tuple[int, ...]], ...] = ()
     result_bytes = head_dim * query.element_size() * held
     is_placed = [x.dtype == query.dtype for x in totals]
     if not merged:
@@ -177,7 +175,6 @@ def _cut(
         added = 3
         if backend.backward_into is not None and store_keys and is_placed[1]:
             added = 0 if store and is_placed[0] else 1
-        additions = _by_flag((store, store_keys, store_keys)[:added])
         row_bytes = merged[2].element_size() + backend.backward_workspace(head_dim)
         row_bytes += added * result_bytes
         most_rows = call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)
@@ -199,14 +196,9 @@ def _cut(
             part.is_causal,
             (10 if merged else 4) * head_dim * part.pairs >= long_flops,
             added,
-            additions,
+            (store, store_keys, store_keys)[:added],
             {},
         )
-
-
-def _by_flag(flags: Sequence[bool]) -> tuple[tuple[bool, tuple[int, ...]], ...]:
-    """The indices of each flag that there is."""
-    return tuple((flag, tuple(i for i, x in enumerate(flags) if x is flag)) for flag in {*flags})
 
 
 class Launch(NamedTuple):
@@ -502,7 +494,7 @@ def backward(
         found = _gradients(backend, _tile(one, call, inputs), tile_gradients, places, one.added)
         if found:
             added = places[: one.added]
-            add_all = partial(_add_all, one.additions, added, found)
+            add_all = partial(_add_all, one.stores, added, found)
             sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
@@ -548,11 +540,10 @@ def _backward_launch(
 
 
 def _add_all(
-    additions: Sequence[tuple[bool, Sequence[int]]],
-    totals: Sequence[torch.Tensor],
-    found: Sequence[torch.Tensor],
+    stores: Sequence[bool], totals: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
 ) -> None:
-    for store, chosen in additions:
+    for store in {*stores}:
+        chosen = [i for i, each in enumerate(stores) if each is store]
         add([totals[i] for i in chosen], [found[i] for i in chosen], store=store)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,16 +29,7 @@ _ALLOCATION = 512
 """Bytes of which an allocation on a CUDA device is a multiple."""
 
 
-class Tables(Protocol):
-    """A kept table."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that it reads on the device."""
-        ...
-
-
-T = TypeVar("T", bound=Tables)
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,9 +51,15 @@ def may_be_of_graph(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _nbytes(tables: Tables) -> int:
+def _tensors_of(tables: Any) -> Iterable[torch.Tensor]:
+    """Those that tables read on the device: they are a tuple of them, or say which."""
+    found: Iterable[torch.Tensor] = getattr(tables, "tensors", tables)
+    return found
+
+
+def _nbytes(tables: Any) -> int:
     """Bytes on the device."""
-    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in tables.tensors)}
+    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in _tensors_of(tables))}
     return sum(-(-x.nbytes() // _ALLOCATION) * _ALLOCATION for x in storages.values())
 
 
@@ -76,7 +73,7 @@ class DeviceTables:
     def __init__(self) -> None:
         self.calls = 0
         self._kept: WeakKeyDictionary[Any, dict[Hashable, _Kept]] = WeakKeyDictionary()
-        self._captured: dict[int, Tables] = {}  # what CUDA graphs read whenever they are replayed
+        self._captured: dict[int, Any] = {}  # what CUDA graphs read whenever they are replayed
         self._lock = Lock()
         self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
         self._copies: dict[torch.device, torch.cuda.Stream] = {}  # of that thread
@@ -155,7 +152,7 @@ class DeviceTables:
         if handle not in kept.streams:
             kept.streams.add(handle)
             stream = torch.cuda.current_stream(device)
-            for tensor in kept.tables.tensors:
+            for tensor in _tensors_of(kept.tables):
                 tensor.record_stream(stream)
 
 

@@ -35,10 +35,6 @@ class RowTable(NamedTuple):
     positions: torch.Tensor
     heads: torch.Tensor
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
-        return tuple(self)
-
 
 class SlotTable(NamedTuple):
     """The slots of a message, as tensors of its receiver.
@@ -52,10 +48,6 @@ class SlotTable(NamedTuple):
     row_of_slot: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
-        return tuple(self)
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.engine import TileCall, executor, own_rows
+from ring_dilated_attention.engine import RingCall, TileCall, executor, own_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.own_programs import (
     MOST_POSITIONS,
@@ -348,7 +348,7 @@ def test_a_few_short_cells_get_no_launch_of_their_own():
     ("factor", "documents"), [(0.99, None), (1.01, None), (0.99, [0, 70, 160])]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monkeypatch):
+def test_short_calls_have_limits_of_their_own(is_causal, factor, documents):
     """A call is short by its operations of forward, over all branches; or it is of documents."""
     pattern = replace(GIGAPATH, zero_keys=not is_causal)
     layout = SequenceLayout.contiguous(160, 1)
@@ -356,22 +356,14 @@ def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monk
     total = 4 * 16 * one.own_pairs
     assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
     short, long = Limits(5e5), Limits(4e4, least=total * factor)
-    selection = Selection(EAGER, (short, long))
-    monkeypatch.setattr(SELECT, lambda *_: selection)
-    asked: list[Limits] = []
-
-    def noted(plan, call, head_dim):
-        asked.append(call.limits)
-        return own_schedule(plan, call, head_dim)
-
-    own_schedule = own_rows.own_schedule
-    monkeypatch.setattr(executor, "own_schedule", noted)
-    for name in ("forward_own", "backward_own"):  # what they compute does not matter here
-        monkeypatch.setattr(executor, name, lambda *_, **__: None)
-    query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
-    out = dilated_attention(query, query, query, pattern, is_causal=is_causal, documents=documents)
-    out.sum().backward()
-    assert asked == [long if factor < 1 and documents is None else short]
+    if documents is not None:
+        one = plan_attention(
+            pattern, layout, is_causal=is_causal, num_heads=4, documents=documents
+        ).rank(0)
+    exchange: Any = None
+    call = RingCall(one, exchange, Selection(EAGER, (short, long)), 1.0, False)
+    limits = call.prepared(torch.empty(1, 160, 4, 16)).tile_call.limits
+    assert limits == (long if factor < 1 and documents is None else short)
 
 
 @pytest.mark.parametrize("head_dim", [40, 48, 80])

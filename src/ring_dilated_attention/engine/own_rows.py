@@ -6,7 +6,7 @@ result once a branch. Where all tiles of a branch are small, its rows join one l
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -97,8 +97,7 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
         first = groups[:1] if one.covers else ()
         return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
     factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
-    chosen = ByRows(one, factor, flops)
-    work = one.own_work(chosen)
+    work = one.own_work(by_rows(one, factor, flops))
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
@@ -110,21 +109,15 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     return OwnSchedule(first, tuple(launches), others, work.zero_keys)
 
 
-class ByRows:
+def by_rows(one: RankPlan, factor: int, flops: float) -> Callable[[int, OwnRuns], list[bool]]:
     """Which runs of a branch are computed row by row: those of at most `flops` operations.
 
     `factor`: operations of forward for each pair of a KV head.
     """
+    rates, heads = one.plan.pattern.dilation_rates, one.plan.tiling.heads
 
-    def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
-        plan = one.plan
-        self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
-        self._factor, self._flops = factor, flops
-
-    def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
-        """Of each run of a branch, whether it is computed row by row."""
-        rate = self._rates[branch]
-        factor = self._factor * len(self._heads[branch])
+    def chosen(branch: int, runs: OwnRuns) -> list[bool]:
+        rate, of_branch = rates[branch], factor * len(heads[branch])
         if rate > own_programs.MOST_STEP:
             return [False] * len(runs)
         fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
@@ -135,16 +128,18 @@ class ByRows:
             fewest = 0
         if (
             shortest >= fewest  # as a rule, and so is the next
-            and factor * runs.most_copies * (-(-longest // rate)) ** 2 <= self._flops
+            and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
         ):
             return [True] * len(runs)
         # Heads of different offsets share a kernel call where they have equally many rows.
         return [
             size >= fewest
-            and factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
-            <= self._flops
+            and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            <= flops
             for size, _, _, copies in runs
         ]
+
+    return chosen
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:

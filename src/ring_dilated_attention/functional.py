@@ -161,8 +161,11 @@ def dilated_attention(
         if given.layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
         # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
-        known_documents, traced_documents = ints_or_tensor("documents", documents)
-        known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
+        known_documents = traced_documents = known_lengths = traced_lengths = None
+        if documents is not None:
+            known_documents, traced_documents = ints_or_tensor("documents", documents)
+        if lengths is not None:
+            known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
         flat = flat_options(
             pattern,
             given,

@@ -172,7 +172,7 @@ class RankPlan:
         world_size: number of ranks.
         covers: whether the first group has every local row of every head as query and as key once.
             It then needs no result to add to.
-        programs: by ``(gathers, backward)``, see `program.lower`.
+        programs: what is kept for running it: see `program.lower` and `engine.RingCall`.
     """
 
     FEW_ADDITIONS = FEW_ADDITIONS
@@ -181,7 +181,7 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
-        self.programs: dict[tuple[bool, bool], Any] = {}
+        self.programs: dict[Hashable, Any] = {}
         self._steps: dict[int, Step] = {}
         self._crossings = crossings_of(plan, rank)
         self._arrivals: dict[int, tuple[Message | None, tuple[TileGroup, ...], int]] = {}

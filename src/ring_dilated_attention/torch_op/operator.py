@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..engine import TABLES, RingCall, ring_backward, ring_forward
+from ..engine import RingCall, ring_backward, ring_forward
 from ..exchange import Exchange, exchange_named, own_exchange, refuse_capture, settle, together
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
@@ -199,7 +199,6 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     named = _options(*options)
     ends = exchange_named(named.group)
-    TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
         with together(scope, ends, query.device, later=True) as agreed:
@@ -255,7 +254,6 @@ def _backward(
     named = _options(*options)
     KNOWN_LENGTHS.forget()
     ends = exchange_named(named.group)
-    TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
     with ends.calls.enter("dilated_attention", "backward", forward) as scope:
@@ -376,8 +374,8 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-# Importing the counter imports Triton, or warns that there is none. So the formulas are registered
-# when somebody else has imported it: now, or later.
+# Importing the counter imports Triton, which reads TRITON_INTERPRET then, or warns that there is
+# none. So the formulas are registered when somebody else has imported it: now, or later.
 _COUNTER = "torch.utils.flop_counter"
 if _COUNTER in sys.modules:
     _register_flops(sys.modules[_COUNTER])

@@ -28,7 +28,6 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from .torchscale import (
-    SharedDropPath,
     TorchscaleDilatedAttention,
     refuse_mixed_rows,
     replace_dilated_attention,
@@ -37,10 +36,11 @@ from .torchscale import (
 
 __all__ = ["shard_slide_encoder"]
 
+_NAME = "shard_slide_encoder"
+
 _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
-
 
 _UNEVEN = 0.01
 """By how much of the mean shards may differ for the sake of fewer kernel calls."""
@@ -51,12 +51,12 @@ def shard_slide_encoder(
     *,
     group: Group = None,
     mesh: Group = None,
-    compare_inputs: bool = True,
     **options: Any,
 ) -> int:
     """Have a slide encoder of Prov-GigaPath or LongViT compute each slide on all ranks of a group.
 
-    The model is called as before, on every rank with the same whole slide of any number of tiles.
+    The model is called as before, on every rank with the same whole slide of any number of tiles;
+    ranks compare what they embed, which waits for the GPU once.
     Every rank gets the same result to the last bit: the embedding of the slide by class token or
     mean (``global_pool``), and those of all layers (``all_layer_embed=True``). Between the ranks
     the rows of the encoder are shared evenly, to 1% at most, the class token on the first one.
@@ -72,12 +72,10 @@ def shard_slide_encoder(
     Args:
         model: a `LongNetViT` of prov-gigapath, a `LongViTForTCGAClassification` of torchscale's
             examples, or a module that holds some; changed in place, or not at all where this
-            raises. A second call changes `group` and `compare_inputs`.
+            raises. A second call changes `group`.
         group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for one
             process.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        compare_inputs: whether each forward pass makes sure that all ranks embed the same tiles in
-            the same order, which waits for the GPU once. Default True.
         options: keyword arguments of `TorchscaleDilatedAttention`: `head_offsets`, `zero_keys`,
             `branch_gradients`, `exchange` and `backend`.
 
@@ -116,7 +114,7 @@ def shard_slide_encoder(
             if isinstance(module, TorchscaleDilatedAttention):
                 module.ignores_padding_mask = ranks > 1  # it is always the empty one
         if ranks > 1:
-            encoder.forward = _ShardedForward(holder, group, compare_inputs)
+            encoder.forward = _ShardedForward(holder, group)
     return count
 
 
@@ -128,11 +126,14 @@ class _Holder(NamedTuple):
     encoder: Any
 
     @property
-    def pool(self) -> _Pool:
-        """What the model reads of the encoder's rows."""
-        if not hasattr(self.model, "cls_token"):
-            return _Pool(first=False, mean=True, skips_first=False)
-        return _Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
+    def has_class_token(self) -> bool:
+        """Whether the model reads the row of position 0, and no mean contains it."""
+        return hasattr(self.model, "cls_token")
+
+    @property
+    def reads_mean(self) -> bool:
+        """Whether the model reads the mean of the tiles' rows."""
+        return not self.has_class_token or bool(self.model.global_pool)
 
     @property
     def row_multiple(self) -> int:
@@ -191,16 +192,14 @@ def _check_encoder(holder: _Holder, ranks: int) -> None:
     other = vars(encoder).get("forward")
     if other is not None and not isinstance(other, _ShardedForward):
         raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
-    if getattr(encoder, "embed_positions", None) is not None:
-        raise ValueError(f"{where} has embed_positions, which count rows that other ranks hold")
     refuse_mixed_rows(encoder, where, ranks)
 
 
 class _ShardedForward:
     """The forward of an encoder whose rows are shared by the ranks of a group."""
 
-    def __init__(self, holder: _Holder, group: Group, compare_inputs: bool) -> None:
-        self.holder, self.group, self.compare_inputs = holder, group, compare_inputs
+    def __init__(self, holder: _Holder, group: Group) -> None:
+        self.holder, self.group = holder, group
 
     def __call__(
         self,
@@ -215,7 +214,7 @@ class _ShardedForward:
         given = {"src_tokens": src_tokens, **others}
         layout = self._agree(ends, token_embeddings, given, return_all_hiddens)
         assert token_embeddings is not None
-        encoder, pool = self.holder.encoder, self.holder.pool
+        encoder = self.holder.encoder
         set_layout(encoder, layout)
         shard = layout.shard(token_embeddings, ends.rank, 1)
         with _own_randomness(encoder, ends.rank, shard.device):
@@ -225,14 +224,11 @@ class _ShardedForward:
                 token_embeddings=shard,
                 return_all_hiddens=return_all_hiddens,
             )
-
-        def whole(hidden: Tensor) -> Tensor:
-            return _pooled("shard_slide_encoder", ends, layout, hidden, pool)
-
+        states = [_pooled(ends, layout, x, self.holder) for x in found["encoder_states"]]
         return {
             **found,
-            "encoder_out": whole(found["encoder_out"]),
-            "encoder_states": [whole(state) for state in found["encoder_states"]],
+            "encoder_out": _pooled(ends, layout, found["encoder_out"], self.holder),
+            "encoder_states": states,
             "encoder_embedding": None,
             "encoder_padding_mask": None,
         }
@@ -243,21 +239,20 @@ class _ShardedForward:
     ) -> SequenceLayout:
         """The layout of a slide; an error on every rank unless all were given the same one."""
         device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
-        with ends.calls.enter("shard_slide_encoder", "inputs") as scope:
+        with ends.calls.enter(_NAME, "inputs") as scope:
             with together(scope, ends, device) as agreed:
                 layout = _layout(tokens, given, ends.world_size, self.holder)
-                numbers = _numbers(tokens) if self.compare_inputs else (0.0, 0.0)
+                numbers = _numbers(tokens)
                 agreed.on(
                     {
                         "shape": tuple(tokens.shape),
                         "dtype": str(tokens.dtype),
                         "all_layer_embed": all_layers,
-                        "global_pool": self.holder.pool.mean,
+                        "global_pool": self.holder.reads_mean,
                         "training": self.holder.encoder.training,
-                        "compare_inputs": self.compare_inputs,
                     }
                 )
-            everyone = ends.share(numbers) if self.compare_inputs else [numbers]
+            everyone = ends.share(numbers)
             other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
             scope.in_step = bool(other)  # every rank raises
             if other:
@@ -272,19 +267,18 @@ class _ShardedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedForward:
         holder = _Holder(*(copy.deepcopy(part, memo) for part in self.holder))
-        return _ShardedForward(holder, self.group, self.compare_inputs)  # no copy of a group
+        return _ShardedForward(holder, self.group)  # no copy of a group
 
 
 def _layout(tokens: Any, given: dict[str, Any], ranks: int, holder: _Holder) -> SequenceLayout:
     """The layout of a slide; raises if the encoder was called as the models do not call it."""
-    pool = holder.pool
     refused = [name for name, value in given.items() if value is not None and value is not False]
     if refused:
         raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
     if not isinstance(tokens, Tensor):
         raise TypeError(f"token_embeddings must be a tensor, got {type(tokens).__name__}")
-    tiles = tokens.shape[1] - pool.skips_first if tokens.dim() == 3 else 0
-    if tiles < pool.mean:
+    tiles = tokens.shape[1] - holder.has_class_token if tokens.dim() == 3 else 0
+    if tiles < holder.reads_mean:
         raise ValueError(
             "a slide needs at least one tile: token_embeddings must have shape (batch, sequence, "
             f"embed_dim); got {tuple(tokens.shape)}"
@@ -310,47 +304,23 @@ def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
     return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
 
 
-class _Pool(NamedTuple):
-    """What a model reads of the rows of a sequence.
-
-    Attributes:
-        first: whether it reads the row of position 0.
-        mean: whether it reads the mean of the rows.
-        skips_first: whether that mean leaves position 0 out.
-    """
-
-    first: bool
-    mean: bool
-    skips_first: bool
-
-
 @untraced
-def _pooled(
-    name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: _Pool
-) -> Tensor:
-    """What a model reads of the rows that all ranks hold, as a sequence of one or two rows.
+def _pooled(ends: Exchange, layout: SequenceLayout, hidden: Tensor, holder: _Holder) -> Tensor:
+    """The rows that a model reads, put together on all ranks: (batch, 1 or 2, embed_dim).
 
-    The gradient of a row is the sum of all ranks' gradients of it.
-
-    Returns:
-        (batch, 1 or 2, embed_dim), the row of position 0 before the mean; the same bits on every
-        rank, in the dtype of `hidden`, this rank's rows (batch, local_sequence, embed_dim).
+    `hidden` are this rank's rows, (batch, local_sequence, embed_dim). The row of position 0 comes
+    before the mean. The gradient of a row is the sum of all ranks' gradients of it.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    first = layout.pieces[0]  # position 0, on the rank that holds it
-    at = first.local if first.rank == ends.rank else None
-    none = hidden[:, :0]
-    rows = []
-    if pool.first:
-        row = none if at is None else hidden[:, at : at + 1]
-        rows.append(row.sum(1, keepdim=True, dtype=wide))  # of no rows: 0, with a gradient
-    if pool.mean:
-        total = hidden.sum(1, keepdim=True, dtype=wide)
-        if pool.skips_first and at is not None:
-            kept = torch.cat([hidden[:, :at], hidden[:, at + 1 :]], 1) if at else hidden[:, 1:]
-            total = kept.sum(1, keepdim=True, dtype=wide)
-        rows.append(total / (layout.length - pool.skips_first))
-    total = _SumOverRanks.apply(torch.cat(rows, 1), ends, name)  # type: ignore[no-untyped-call]
+    rows, tiles = [], hidden
+    if holder.has_class_token:  # on the first rank, in a contiguous layout; of no rows the sum is 0
+        first = 1 if ends.rank == 0 else 0
+        rows.append(hidden[:, :first].sum(1, keepdim=True, dtype=wide))
+        tiles = hidden[:, first:]
+    if holder.reads_mean:
+        count = layout.length - holder.has_class_token
+        rows.append(tiles.sum(1, keepdim=True, dtype=wide) / count)
+    total = _SumOverRanks.apply(torch.cat(rows, 1), ends)  # type: ignore[no-untyped-call]
     assert isinstance(total, Tensor)
     return total.to(hidden.dtype)
 
@@ -359,20 +329,20 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks on every rank; so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ends: Exchange, name: str) -> Tensor:
-        with ends.calls.enter(name, "forward") as scope:
+    def forward(ctx: Any, part: Tensor, ends: Exchange) -> Tensor:
+        with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, part.device)
             total = _total(ends, part)
-        ctx.ends, ctx.of, ctx.number = ends, name, scope.call.number  # name() is that of the node
+        ctx.ends, ctx.number = ends, scope.call.number
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ends = ctx.ends
-        with ends.calls.enter(ctx.of, "backward", ctx.number) as scope:
+        with ends.calls.enter(_NAME, "backward", ctx.number) as scope:
             settle(scope, ends, gradient.device)
-            return _total(ends, gradient), None, None
+            return _total(ends, gradient), None
 
 
 def _total(ends: Exchange, part: Tensor) -> Tensor:
@@ -390,7 +360,7 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
     Afterwards torch's random state is as it was, but for one draw. Without active dropout nothing
     is drawn.
     """
-    if not any(_draws(each) for each in module.modules()):
+    if not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in module.modules()):
         yield
         return
     seed = (int(torch.randint(2**62, ())) + rank) % 2**62
@@ -401,9 +371,3 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _draws(module: nn.Module) -> bool:
-    if isinstance(module, SharedDropPath):
-        return module.training and module.drop_prob > 0
-    return isinstance(module, nn.Dropout) and module.training and module.p > 0

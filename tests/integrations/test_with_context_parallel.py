@@ -332,7 +332,7 @@ def _style_refused(rank, world_size):
             ContextParallel(layout=of_15),
             r"gives rank 0 of 2 8 in a .* the layout gives it 7: use",
         ),
-        (Own(), ContextParallel(layout=of_3), "the layout is for 3 ranks; the mesh has 2"),
+        (Own(), ContextParallel(layout=of_3), "the layout is for 3 ranks; the group has 2"),
         (longnet, blocks, "give group= and layout= to their calls"),
     ]
     for module, plan, message in refused:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..exchange import agree, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
-from ..parallel import is_dtensor, torch_cuts
+from ..parallel import dtensor_of, is_dtensor, torch_cuts
 from ..pattern import in_brief
 
 __all__ = ["ContextParallel"]
@@ -66,12 +66,9 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See `ParallelStyle`."""
-        if self.layout is not None and self.layout.world_size != device_mesh.size():
-            raise ValueError(
-                f"the layout is for {self.layout.world_size} ranks; the mesh has "
-                f"{device_mesh.size()}"
-            )
-        _refuse_other_cuts(self.layout)
+        if self.layout is not None:
+            self.layout.check_ranks(device_mesh.size())
+            _refuse_other_cuts(self.layout)
         _refuse_other_meshes(module, device_mesh)
         self._tell_layout(module)
         applied: nn.Module = distribute_module(module, device_mesh, _replicate)
@@ -138,15 +135,7 @@ class ContextParallel(ParallelStyle):
             rank = mesh.get_local_rank()
             self.layout.check_shard(rank, mesh.size(), shape[1], f"and got {tuple(tensor.shape)}")
             shape[1] = self.layout.length
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(  # whose parts lie in memory as its strides say
-            tensor.contiguous(),
-            mesh,
-            [Shard(1)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
+        return dtensor_of(tensor.contiguous(), mesh, [Shard(1)], shape)  # as its strides say
 
     def _output(self, output: Any) -> Any:
         if not self.use_local_output:
@@ -156,10 +145,8 @@ class ContextParallel(ParallelStyle):
         return output.to_local() if isinstance(output, DTensor) else output
 
 
-def _refuse_other_cuts(layout: SequenceLayout | None) -> None:
+def _refuse_other_cuts(layout: SequenceLayout) -> None:
     """Raise unless ranks hold as many positions as of a DTensor: torch works with no others."""
-    if layout is None:
-        return
     length, ranks = layout.length, range(layout.world_size)
     wanted = [stop - start for start, stop in torch_cuts(length, len(ranks))]
     given = [layout.local_length(rank) for rank in ranks]

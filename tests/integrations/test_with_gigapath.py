@@ -426,10 +426,6 @@ def with_method(forward):
     return model
 
 
-class LongViTForTCGAClassificationSeqParallel(LongViTForTCGAClassification):
-    pass
-
-
 def model_with(**attributes):
     model = initialized(LongNetViT())
     for name, value in attributes.items():
@@ -448,7 +444,6 @@ REFUSED: dict[str, Any] = {
     "a subclass": (Reads, r"is a Reads that may do something else .* got Reads\.forward as its"),
     "a method": (lambda: with_method(reads_all), "may do something else .* got reads_all as its"),
     "a class": (pools_in_its_class, r"the model itself is a LongNetViT .* got reads_all as"),
-    "sequence parallel": (LongViTForTCGAClassificationSeqParallel, "seq_parallel=False"),
     "forward": (lambda: model_with(encoder__forward=print), "forward has been replaced"),
 }
 

@@ -11,6 +11,7 @@ import ast
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,11 +266,8 @@ class TorchscaleDilatedAttention(_OfGroup):
             head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
         attended = attended.flatten(2)
-        norm = self.inner_attn_ln
-        if isinstance(norm, nn.LayerNorm) and is_plain(norm, nn.LayerNorm):
-            attended = normalize(norm, attended)
-        elif norm is not None:
-            attended = norm(attended)
+        if (norm := self.inner_attn_ln) is not None:
+            attended = normalize(norm, attended) if is_plain(norm, nn.LayerNorm) else norm(attended)
         return self.out_proj(attended), None
 
     def extra_repr(self) -> str:
@@ -479,16 +477,12 @@ def _shown(model: nn.Module) -> str:
 
 def _ints_of(args: Any, name: str) -> Sequence[int]:
     """A list of ints of torchscale's configuration, which may be given as text."""
-    if not hasattr(args, name):
-        raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
-    value = getattr(args, name)
+    value = getattr(args, name, None)
     if isinstance(value, str):
-        try:
+        with suppress(SyntaxError, ValueError):
             value = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            raise ValueError(f"args.{name} must be a list of ints; got {value!r}") from None
     if not isinstance(value, list | tuple):
-        raise TypeError(f"args.{name} must be a list of ints; got {value!r}")
+        raise TypeError(f"args.{name} must be a list of ints, or its text; got {in_brief(value)}")
     return value
 
 

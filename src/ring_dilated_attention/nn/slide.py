@@ -94,18 +94,16 @@ class EncoderBlock(Block):
         whose intermediates do not live long, autograd holds the first projection's result alone:
         the GELU and its norm, which are cheap, run again in backward.
         """
-        if in_chunks:
+        if in_chunks or (
+            torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+        ):
             return self._normed(expanded)
         modules = self.inner_norm, self.contract
-        if torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)
-        if torch._C._are_functorch_transforms_active():
-            return self._normed(expanded)
-        if is_plain(self.inner_norm, LayerNorm) and is_plain(self.contract, nn.Linear):
-            # Like a checkpoint, without its hooks, which take the CPU a millisecond.
-            rows = max(1, expanded.shape[1])
-            return map_rows(self._normed, expanded, rows=rows, modules=modules)
-        return run_checkpointed("full", modules, self._normed, expanded)
+        # The same without a checkpoint's hooks, which take the CPU 0.3 ms.
+        return map_rows(self._normed, expanded, rows=max(1, expanded.shape[1]), modules=modules)
 
     def _normed(self, expanded: Tensor) -> Tensor:
         contracted: Tensor = self.contract(normalize_gelu(self.inner_norm, expanded))

@@ -27,6 +27,7 @@ from ..exchange import (
 )
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
 from .attention import MultiheadDilatedAttention
@@ -495,8 +496,7 @@ def _longest_prompt(
     tokens: Tensor, lengths: Integers | None, layout: SequenceLayout | None, ends: Exchange
 ) -> int:
     """The positions of the longest prompt; raises unless each row has one."""
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
+    check_options(layout=layout)
     total = whole_length(tokens, ends.world_size, layout)
     if not len(tokens) or not total:
         raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
@@ -583,8 +583,8 @@ def _drawn(
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
             logits = sampler.allowed(logits)
-            largest.append(logits.amax(-1, keepdim=True))
-            tokens = sampler.draw(logits, largest[-1])
+            largest.append(logits.amax(-1))
+            tokens = sampler.draw(logits)
         all_finished = False
         if stop is not None:
             if finished is not None:

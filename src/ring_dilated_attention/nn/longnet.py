@@ -14,16 +14,17 @@ from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from ..options import Schedule
 from ..parallel import fill, refuse_beside_wrapper
+from ..pattern import shape_in_brief
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig
 from .generate import TokenGenerator
-from .modules import is_plain, refuse_sharded_apart, without_weights
+from .modules import IN_CHUNKS, is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm
 from .rope import RotaryEmbedding, Rotation
-from .tokens import agreed_positions, check_labels, check_vocabulary
+from .tokens import agreed_positions, check_tokens, check_vocabulary
 
 
 class LongNetBlock(Block):
@@ -198,10 +199,9 @@ class LongNet(TokenGenerator):
         group = one_group(group, mesh)
         if labels is not None:
             self._refuse_beside_wrapper()
-        apart = {"embedding": "the logits have its weights, too"}
+        refuse_sharded_apart(self, ("embedding",), "the logits have its weights, too")
         if self.chunk_rows is not None:
-            apart["norm"] = "chunk_rows computes gradients of weights from chunk to chunk"
-        refuse_sharded_apart(self, apart)
+            refuse_sharded_apart(self, ("norm",), IN_CHUNKS)
         hidden = self._hidden(tokens, labels, documents, group, layout)
         modules = (self.norm, self.embedding)
         if labels is None:
@@ -260,7 +260,12 @@ class LongNet(TokenGenerator):
         A GPU stops at a token that has no embedding, with an assertion of its own.
         """
         if labels is not None:
-            check_labels(labels, tokens)
+            check_tokens(labels, "(batch, local_sequence)", "labels")
+            if labels.shape != tokens.shape:
+                raise ValueError(
+                    f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
+                    f"got {shape_in_brief(labels)}"
+                )
         if torch.compiler.is_compiling() or type(tokens) is not Tensor or not tokens.is_cpu:
             return
         if is_plain(self.embedding, nn.Embedding):  # a hook may replace tokens

@@ -14,16 +14,15 @@ from ..documents import Integers, in_words, ints_or_tensor
 from ..exchange import Group, one_group, place_in
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..options import Schedule
+from ..options import Schedule, check_options
 from ..parallel import fill, is_fully_sharded
-from ..pattern import in_brief
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig
-from .modules import check_rows, is_plain, refuse_sharded_apart, without_weights
+from .modules import IN_CHUNKS, check_rows, is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm, normalize_gelu
 from .spatial import sincos_positions
 
@@ -232,12 +231,12 @@ class SlideEncoder(nn.Module):
         """
         group = one_group(group, mesh)
         if self.chunk_rows is not None:
-            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
-            refuse_sharded_apart(self, {"embedding": chunks, "norm": chunks})
+            refuse_sharded_apart(self, ("embedding", "norm"), IN_CHUNKS)
         coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
         told = None if is_fully_sharded(self.embedding) else group  # ranks wait for its weights
         hidden = telling_ranks(told, self._embed_all, features, coordinates, at)
-        _norm_one_row_more()
+        if MISCOUNTS_ROWS and torch.compiler.is_compiling():
+            _sum_one_order_at_a_time()
         for block in self.blocks:
             hidden = block(
                 hidden,
@@ -300,11 +299,8 @@ class SlideEncoder(nn.Module):
         return coordinates, at, positions
 
     def _check_shapes(self, features: Tensor, coordinates: Tensor) -> None:
-        for name, tensor, width in (
-            ("features", features, self.config.in_dim),
-            ("coordinates", coordinates, 2),
-        ):
-            check_rows(name, tensor, width, "(batch, local_tiles, ")
+        check_rows("features", features, self.config.in_dim, "(batch, local_tiles, ")
+        check_rows("coordinates", coordinates, 2, "(batch, local_tiles, ")
         if coordinates.dtype in (torch.float16, torch.bfloat16):
             raise TypeError(
                 f"coordinates must be integers, float32 or float64: {coordinates.dtype} rounds "
@@ -347,8 +343,7 @@ def _row_of_cls(
     """The local row of position 0; None where another rank holds it."""
     if layout is None:
         return None if rank else 0
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
+    check_options(layout=layout)
     layout.check_ranks(world_size)
     first = layout.pieces[0]
     own = first.rank == rank
@@ -369,13 +364,8 @@ once has ``2 * 1 + n // 16`` there where ``2 * (1 + n // 16)`` is meant, and bac
 RuntimeError. torch 2.12 writes parentheses."""
 
 
-def _norm_one_row_more() -> None:
-    if MISCOUNTS_ROWS and torch.compiler.is_compiling():
-        _sum_one_order_at_a_time()
-
-
 def _sum_one_order_at_a_time() -> None:
-    # Called by the tracer, before anything is compiled.
+    """Called by the tracer, before anything is compiled."""
     from torch._inductor import config
 
     config.triton.mix_order_reduction = False

@@ -51,8 +51,8 @@ class ContextParallel(ParallelStyle):
         ValueError: from `parallelize_module`: the module has no attention of this library inside,
             or is a `LongNet`, a `SlideEncoder` or a part of one, which take a group and a layout
             themselves; or the layout is for another number of ranks, or its shards are not as long
-            as those of a DTensor; or parameters are DTensors on another mesh; from calls: a tensor
-            does not have the shape that the layout says, or a DTensor is placed otherwise.
+            as those of a DTensor; from calls: a tensor does not have the shape that the layout
+            says, or a DTensor is placed otherwise.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class ContextParallel(ParallelStyle):
         if self.layout is not None:
             self.layout.check_ranks(device_mesh.size())
             _refuse_other_cuts(self.layout)
-        _refuse_other_meshes(module, device_mesh)
         self._tell_layout(module)
         applied: nn.Module = distribute_module(module, device_mesh, _replicate)
         applied.register_forward_pre_hook(
@@ -158,18 +157,6 @@ def _refuse_other_cuts(layout: SequenceLayout) -> None:
             f"{given[first]}: use layout=None, a layout of such shards or another length, or leave "
             "ContextParallel out and give the layer's calls group= and layout="
         )
-
-
-def _refuse_other_meshes(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise where parameters are sharded already: torch computes with those of one mesh only."""
-    for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) and parameter.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"ContextParallel makes DTensors of parameters on {mesh}; {name} is one on "
-                f"{parameter.device_mesh}: call fully_shard "  # type: ignore[attr-defined]
-                "after it, and under tensor parallelism leave it out and give the layer's calls "
-                "group= and layout="
-            )
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:

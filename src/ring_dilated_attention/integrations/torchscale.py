@@ -270,13 +270,6 @@ class TorchscaleDilatedAttention(_OfGroup):
             attended = normalize(norm, attended) if is_plain(norm, nn.LayerNorm) else norm(attended)
         return self.out_proj(attended), None
 
-    def extra_repr(self) -> str:
-        """What `repr` shows of the arguments."""
-        return (
-            f"{self.pattern}, num_heads={self.num_heads}, "
-            f"branch_gradients={self.branch_gradients!r}"
-        )
-
 
 def replace_dilated_attention(
     model: nn.Module,

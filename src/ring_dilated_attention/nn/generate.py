@@ -365,7 +365,14 @@ class TokenGenerator(nn.Module):
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:
-            take = _captured_step(take, caches)
+            at = caches[0].lengths
+            try:
+                take = CapturedStep(take, at.new_zeros(len(at), 1), caches)  # of whatever tokens
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{_NAME} cannot capture a step in a CUDA graph, as where a module waits for "
+                    f"the device. This process has to start again: give capture=False. {error}"
+                ) from error
         return _drawn(take, ends, logits, sampler, max_new_tokens, stop)
 
     def generate(
@@ -546,19 +553,6 @@ def _why_not_captured(model: nn.Module, cache: DilatedKVCache) -> str | None:
             "backend='auto' or 'triton'"
         )
     return None
-
-
-def _captured_step(take: TakeStep, caches: Sequence[DilatedKVCache]) -> TakeStep:
-    """A step in a CUDA graph, captured with whatever tokens; raises where it cannot be captured."""
-    lengths = caches[0].lengths
-    try:
-        return CapturedStep(take, lengths.new_zeros(len(lengths), 1), caches)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{_NAME} cannot capture a step of this model in a CUDA graph, for example because "
-            "a module of yours waits for the device. This process has to start again: give "
-            f"capture=False. {error}"
-        ) from error
 
 
 def _digest(tensor: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -282,37 +283,27 @@ class LongNet(TokenGenerator):
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
         check = partial(self._check_tokens, tokens, labels)
         found = agreed_positions(tokens, documents, group, layout, check=check)
-        rotation, borders = self.rope(found.rotary[None]), found.documents
+        rotation = self.rope(found.rotary[None])
         hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
+        through = partial(
+            self._through,
+            checkpoint=self.checkpoint,
+            chunk_rows=self.chunk_rows,
+            documents=found.documents,
+            group=group,
+            layout=layout,
+        )
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
             blocks = self.blocks[first : first + self.checkpoint_blocks]
-            hidden = run_checkpointed(
-                around, blocks, self._blocks, blocks, hidden, rotation, borders, group, layout
-            )
+            hidden = run_checkpointed(around, blocks, through, blocks, hidden, rotation)
         return hidden
 
-    def _blocks(
-        self,
-        blocks: nn.ModuleList,
-        hidden: Tensor,
-        rotation: Rotation,
-        documents: Integers | None,
-        group: Group,
-        layout: SequenceLayout | None,
+    def _through(
+        self, blocks: nn.ModuleList, hidden: Tensor, rotation: Rotation, **options: Any
     ) -> Tensor:
-        """Go through some blocks."""
         for block in blocks:
-            hidden = block(
-                hidden,
-                rotation.cos,
-                rotation.sin,
-                checkpoint=self.checkpoint,
-                chunk_rows=self.chunk_rows,
-                documents=documents,
-                group=group,
-                layout=layout,
-            )
+            hidden = block(hidden, rotation.cos, rotation.sin, **options)
         return hidden
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:

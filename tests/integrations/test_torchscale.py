@@ -116,7 +116,8 @@ def test_replacing_keeps_weights_modes_and_results():
     model = their_model()
     model.eval()
     model[0].self_attn.q_proj.weight.requires_grad_(False)
-    model[0].self_attn.k_proj = adapted = nn.Sequential(model[0].self_attn.k_proj)
+    adapted: Any = nn.Sequential(model[0].self_attn.k_proj)
+    model[0].self_attn.k_proj = adapted
     before = dict(model.named_parameters())
     x = torch.randn(2, 61, 32, dtype=torch.float64)
     want = model(x)

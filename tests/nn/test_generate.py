@@ -173,7 +173,7 @@ def test_a_model_that_has_changed_generates_as_it_is_now() -> None:
     model, prompt = make_model(), torch.randint(VOCABULARY, (2, 29))
     before, plain = model.make_caches(2, max_length=60), model.generate(prompt, 20)
     model.prefill(prompt, before)
-    first, second = (x.attention for x in model.blocks)  # type: ignore[union-attr]
+    first, second = (x.attention for x in model.blocks)
     second.pattern = DilatedPattern([8, 30], [1, 3])  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="anew when its patterns have changed"):
         model.step(prompt[:, :1], before)

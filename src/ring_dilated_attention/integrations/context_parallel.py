@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..exchange import agree, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
+from ..options import check_options
 from ..parallel import dtensor_of, is_dtensor, torch_cuts
-from ..pattern import in_brief
 
 __all__ = ["ContextParallel"]
 
@@ -59,8 +59,7 @@ class ContextParallel(ParallelStyle):
         self, *, layout: SequenceLayout | None = None, use_local_output: bool = False
     ) -> None:
         super().__init__()
-        if layout is not None and not isinstance(layout, SequenceLayout):
-            raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
+        check_options(layout=layout)
         self.layout = layout
         self.use_local_output = use_local_output
 

@@ -374,8 +374,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
         ValueError: no module was replaced; or `layout` is None, and the model has a class token:
             see `replace_dilated_attention`.
     """
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    check_options(layout=layout)
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     if not told:
         raise ValueError(

@@ -518,41 +518,39 @@ def _captures(
     Raises:
         ValueError: it is asked for, and cannot be.
     """
-    refusal = None if capture is False else _why_not_captured(model, caches[0])
-    if capture and refusal:
-        raise ValueError(f"capture=True {refusal}, or give capture=False")
-    if capture is not None or refusal:
-        return bool(capture)
-    return (
-        max_new_tokens >= CAPTURED_TOKENS
-        and not torch.is_autocast_enabled(caches[0].keys.device.type)
-        and not any(is_dtensor(parameter) for parameter in model.parameters())
-    )
-
-
-def _why_not_captured(model: nn.Module, cache: DilatedKVCache) -> str | None:
-    """Why a step cannot be captured, to be read behind "capture=True"; None: it can."""
+    if capture is False:
+        return False
+    cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
-    if device.type != "cuda":
-        return f"needs a CUDA device: move model and tokens from {device}"
-    if cache.is_sharded:
-        return (
+    layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]
+    for cannot, why in (
+        (device.type != "cuda", f"needs a CUDA device: move model and tokens from {device}"),
+        (
+            cache.is_sharded,
             "needs caches that every rank holds whole, and the ranks share their rows "
-            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False"
-        )
-    if any(runs_hooks(module) for module in model.modules()):
-        return (
+            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False",
+        ),
+        (
+            any(map(runs_hooks, modules)),
             "is given, but modules of the model have hooks, which a CUDA graph would not call for "
-            "each token: remove them"
-        )
-    layers = (x for x in model.modules() if isinstance(x, MultiheadDilatedAttention))
-    if not all(steps_by_kernel(cache, layer.backend) for layer in layers):
-        return (
+            "each token: remove them",
+        ),
+        (
+            not all(steps_by_kernel(cache, layer.backend) for layer in layers),
             "is given, but the decoding kernels do not compute attention of this model, and only "
             "they read positions on the device: take float16, bfloat16 or float32, and "
-            "backend='auto' or 'triton'"
-        )
-    return None
+            "backend='auto' or 'triton'",
+        ),
+    ):
+        if cannot and capture:
+            raise ValueError(f"capture=True {why}, or give capture=False")
+        if cannot:
+            return False
+    return capture is True or (
+        max_new_tokens >= CAPTURED_TOKENS
+        and not torch.is_autocast_enabled(device.type)
+        and not any(map(is_dtensor, model.parameters()))
+    )
 
 
 def _digest(tensor: Tensor) -> str:

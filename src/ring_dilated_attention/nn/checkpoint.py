@@ -266,8 +266,7 @@ def map_rows(
     """
     if rows is None:
         return function(*inputs)
-    if rows < 1:
-        raise ValueError(f"rows must be >= 1, got {rows}")
+    check_positive_int("rows", rows)
     if len({x.shape[1] for x in inputs}) != 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")

@@ -199,7 +199,7 @@ class LongNet(TokenGenerator):
         """
         group = one_group(group, mesh)
         if labels is not None:
-            self._refuse_beside_wrapper()
+            refuse_beside_wrapper(self)
         refuse_sharded_apart(self, ("embedding",), "the logits have its weights, too")
         if self.chunk_rows is not None:
             refuse_sharded_apart(self, ("norm",), IN_CHUNKS)
@@ -244,16 +244,11 @@ class LongNet(TokenGenerator):
                 model is in DistributedDataParallel, which must be called instead.
         """
         group = one_group(group, mesh)
-        self._refuse_beside_wrapper()
+        refuse_beside_wrapper(self)
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
-
-    def _refuse_beside_wrapper(self) -> None:
-        """Raise if DDP would not average the gradients of this loss."""
-        if not torch.compiler.is_compiling():
-            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
 
     def _check_tokens(self, tokens: Tensor, labels: Tensor | None) -> None:
         """Raise unless labels fit the tokens, and on a CPU, where looking is free, they are known.

@@ -301,15 +301,12 @@ class SlideEncoder(nn.Module):
     def _check_shapes(self, features: Tensor, coordinates: Tensor) -> None:
         check_rows("features", features, self.config.in_dim, "(batch, local_tiles, ")
         check_rows("coordinates", coordinates, 2, "(batch, local_tiles, ")
-        if coordinates.dtype in (torch.float16, torch.bfloat16):
+        kind = coordinates.dtype
+        if kind in (torch.float16, torch.bfloat16, torch.bool) or kind.is_complex:
             raise TypeError(
-                f"coordinates must be integers, float32 or float64: {coordinates.dtype} rounds "
-                "them. Under fully_shard with a MixedPrecisionPolicy, which casts floating "
-                "arguments, pass coordinates.round().long(), or set cast_forward_inputs=False"
-            )
-        if coordinates.is_complex() or coordinates.dtype == torch.bool:
-            raise TypeError(
-                f"coordinates must be integers, float32 or float64; got {coordinates.dtype}"
+                f"coordinates must be integers, float32 or float64; got {kind}. Under fully_shard "
+                "with a MixedPrecisionPolicy, which casts floating arguments and rounds them, pass "
+                "coordinates.round().long(), or set cast_forward_inputs=False"
             )
         if features.shape[:2] != coordinates.shape[:2]:
             raise ValueError(

@@ -253,9 +253,9 @@ def test_config_is_a_value_and_gigapaths_by_default():
             "39 tiles beside the class token; got 40. It must",
         ),
         ({"layout": SequenceLayout.contiguous(41, 2)}, ValueError, "the layout is for 2 ranks"),
-        ({"lengths": [41]}, ValueError, "numbers of tiles, from 0 to the 40 of a row; got 41"),
-        ({"lengths": torch.tensor([-1])}, ValueError, "numbers of tiles.* got -1"),
-        ({"lengths": [40, 3]}, ValueError, r"for each of 1 slides; got \(40, 3\)"),
+        ({"lengths": [41]}, ValueError, r"lengths must lie in \[0, 40\]; got 41"),
+        ({"lengths": torch.tensor([-1])}, ValueError, r"lengths must lie in \[0, 40\]; got -1"),
+        ({"lengths": [40, 3]}, ValueError, r"for each of 1 rows; got \(40, 3\)"),
     ],
 )
 def test_forward_refuses(arguments, kind, message):

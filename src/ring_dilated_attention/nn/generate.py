@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step, steps_by_kernel
-from ..documents import Integers
+from ..documents import Integers, as_ints
 from ..exchange import (
     Exchange,
     Group,
@@ -507,7 +507,9 @@ def _longest_prompt(
     total = whole_length(tokens, ends.world_size, layout)
     if not len(tokens) or not total:
         raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
-    return total if lengths is None else max(checked_lengths(lengths, len(tokens), total))
+    if lengths is None:
+        return total
+    return max(checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total))
 
 
 def _captures(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from ..documents import Integers, in_words, ints_or_tensor
+from ..documents import Integers, ints_or_tensor
 from ..exchange import Group, one_group, place_in
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
@@ -25,6 +25,7 @@ from .config import SlideEncoderConfig
 from .modules import IN_CHUNKS, check_rows, is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm, normalize_gelu
 from .spatial import sincos_positions
+from .tokens import checked_lengths
 
 
 class EncoderBlock(Block):
@@ -322,16 +323,7 @@ def _positions(lengths: Integers | None, batch: int, most: int) -> Integers | No
         return torch.where(tiles < 0, tiles, tiles + 1)
     if known is None:
         return None
-    if len(known) != batch:
-        raise ValueError(
-            f"lengths must hold one number of tiles for each of {batch} slides; got "
-            f"{in_words(tuple(known))}"
-        )
-    if wrong := [count for count in known if not 0 <= count <= most]:
-        raise ValueError(
-            f"lengths must be numbers of tiles, from 0 to the {most} of a row; got {wrong[0]}"
-        )
-    return [count + 1 for count in known]
+    return [count + 1 for count in checked_lengths(known, batch, 0, most)]
 
 
 def _row_of_cls(

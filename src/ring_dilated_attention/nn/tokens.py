@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ def agreed_positions(
             check()
         total = whole_length(tokens, world_size, layout)
         if lengths is not None:
-            valid = checked_lengths(lengths, len(tokens), total)
+            valid = checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total)
         if isinstance(documents, Tensor) and torch.compiler.is_compiling():
             # Attention checks the numbers, which are not known here.
             positions = document_positions(positions, documents)
@@ -79,20 +79,15 @@ def agreed_positions(
     return Positions(positions, borders, valid)
 
 
-def checked_lengths(lengths: Integers, batch: int, total: int) -> list[int]:
-    """Lengths of a prompt as ints; raises unless they are from 1 to `total`, one for each row."""
-    valid = as_ints("lengths", lengths)
-    if len(valid) != batch:
+def checked_lengths(lengths: Sequence[int], batch: int, least: int, most: int) -> list[int]:
+    """The lengths; raises a `ValueError` unless they lie in [least, most], one for each row."""
+    if len(lengths) != batch:
         raise ValueError(
-            f"lengths must hold one number for each of {batch} rows; got {in_words(valid)}"
+            f"lengths must hold one number for each of {batch} rows; got {in_words(tuple(lengths))}"
         )
-    if not 1 <= min(valid) <= max(valid) <= total:
-        wrong = next(n for n in valid if not 1 <= n <= total)
-        raise ValueError(
-            f"lengths must lie in [1, {total}], as every row needs a token to go on from; got "
-            f"{wrong}"
-        )
-    return valid
+    if wrong := [n for n in lengths if not least <= n <= most]:
+        raise ValueError(f"lengths must lie in [{least}, {most}]; got {wrong[0]}")
+    return list(lengths)
 
 
 def device_of(tokens: Tensor) -> torch.device:

@@ -192,7 +192,7 @@ BAD_PROMPTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows": [0, 2]}, ValueError, "rows must be numbers of rows in [0, 2); got (0, 2)"),
     ({"rows": [1, 1]}, ValueError, "rows must differ, to take a prompt each; got (1, 1)"),
     ({"rows": [0]}, ValueError, "= (1, positions, 2, 8); got (2, 3, 2, 8)"),
-    ({"key": rows(0), "value": rows(0), "layout": None}, ValueError, "the prompt is empty"),
+    ({"key": rows(0), "value": rows(0), "layout": None}, ValueError, "length must be >= 1"),
     ({"key": rows(41), "value": rows(41), "layout": None}, ValueError, "call its reserve("),
 ]
 MANY = {"query": rows(38, heads=4), "key": rows(38), "value": rows(38)}

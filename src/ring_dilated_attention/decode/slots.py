@@ -95,15 +95,10 @@ class Prompt(NamedTuple):
 
 def resolve_layout(layout: SequenceLayout | None, count: int, ends: Exchange) -> SequenceLayout:
     """The layout of a prompt, of which this rank holds `count` positions; raises if it is not."""
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
     if layout is None:
-        if count == 0:
-            raise ValueError(
-                "the prompt is empty: key has no rows, and no layout is given; reset() drops all "
-                "rows of a cache"
-            )
-        layout = SequenceLayout.contiguous(count * ends.world_size, ends.world_size)
+        return SequenceLayout.contiguous(count * ends.world_size, ends.world_size)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
     held = f"its key has a local sequence length of {count}"
     layout.check_shard(ends.rank, ends.world_size, count, held)
     return layout
@@ -124,20 +119,21 @@ def find_prompts(
     found = []
     for some, ends in packed_rows(borders, valid, len(rows), total):
         document = range(*ends[-2:]) if len(ends) > 1 else range(0)
-        if in_order:
-            found.append(Prompt(some, slice(*some.indices(len(rows))), document))
-            continue
-        for row in range(len(rows))[some]:
-            to = slice(rows[row], rows[row] + 1)
-            found.append(Prompt(slice(row, row + 1), to, document))
+        alike = range(len(rows))[some]
+        pairs = [(some, some)] if in_order else [(_one(row), _one(rows[row])) for row in alike]
+        found += [Prompt(own, to, document) for own, to in pairs]
     return found
+
+
+def _one(row: int) -> slice:
+    return slice(row, row + 1)
 
 
 def words_of(layout: SequenceLayout, prompts: Sequence[Prompt], batch: int) -> dict[str, str]:
     """The arguments of a prompt that must be equal on all ranks, for a cache of `batch` rows."""
     found = [
-        f"{prompt.document.start} to {prompt.document.stop} in rows {list(range(batch)[prompt.to])}"
-        for prompt in prompts
+        f"{document.start} to {document.stop} in rows {list(range(batch)[to])}"
+        for _, to, document in prompts
     ]
     digest = blake2b(repr(found).encode(), digest_size=4).hexdigest()
     return {

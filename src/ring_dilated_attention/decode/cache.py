@@ -25,10 +25,7 @@ it takes to bring the results of ranks together."""
 
 
 class DeepOnly:
-    """What `copy.deepcopy` copies, and `copy.copy` does not.
-
-    A shallow copy would share the tensors of a cache, but not the number of rows in them.
-    """
+    """A base of classes that `copy.deepcopy` copies, and `copy.copy` refuses."""
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -132,9 +129,7 @@ class DilatedKVCache(DeepOnly):
         if check_int("max_rewind", max_rewind) < 0:
             raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
         if dtype not in _DTYPES:
-            allowed = ", ".join(map(str, _DTYPES))
-            given = str(dtype) if isinstance(dtype, torch.dtype) else in_brief(dtype)
-            raise TypeError(f"dtype must be one of {allowed}; got {given}")
+            raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}; got {dtype!r}")
         if sharded is not None and not isinstance(sharded, bool):
             raise TypeError(f"sharded must be a bool or None, got {in_brief(sharded)}")
         batch = check_positive_int("batch", batch)
@@ -144,11 +139,12 @@ class DilatedKVCache(DeepOnly):
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
+        plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
-            plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
             sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
-        shards = self.exchange.world_size if sharded else 1
-        plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
+        if sharded:
+            shards = self.exchange.world_size
+            plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
             self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -204,7 +200,7 @@ class DilatedKVCache(DeepOnly):
 
     def check_room(self, count: int) -> None:
         """Raise a `ValueError` unless there is room for `count` more positions of every row."""
-        self._check_length(max(self._lengths.known) + count)
+        self._check_length(max(self.known_lengths) + count)
 
     def _check_length(self, length: int) -> None:
         if self.plan.max_length is not None and length > self.plan.max_length:
@@ -295,18 +291,14 @@ class DilatedKVCache(DeepOnly):
         self.count(key.shape[1])
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write rows that `check_new` allows, without counting them: see `count`.
-
-        The rows of one new position overwrite nothing that is still needed. Those of several do:
-        if that fails half way, all rows are dropped.
-        """
+        """Write rows that `check_new` allows, without counting them: see `count`."""
         try:
             with torch.no_grad():
                 for rows, length in self.equal_rows():
                     for kept in self.plan.appended(length, key.shape[1], self.shard):
                         self.slots.keep(rows, kept, [rows_of(x, rows, kept) for x in (key, value)])
         except BaseException:
-            if key.shape[1] > 1:
+            if key.shape[1] > 1:  # rows of one new position overwrite nothing that is still needed
                 self.reset()
             raise
 
@@ -337,14 +329,10 @@ class DilatedKVCache(DeepOnly):
             )
         for row, (known, longest, back) in enumerate(zip(*self._lengths, counts, strict=True)):
             most = min(known, known - longest + self.plan.max_rewind)
-            if back < 0:
-                raise ValueError(f"count must be >= 0; got {back} for row {row}")
-            if back > most:
-                had = f", after it had {longest}" if longest > known else ""
+            if not 0 <= back <= most:
                 raise ValueError(
-                    f"at most {most} positions of row {row} can be taken back: it has {known}"
-                    f"{had}, and max_rewind is {self.plan.max_rewind}; got {back}. A cache made "
-                    "with a larger max_rewind can take back more"
+                    f"at most {most} positions of row {row} can be taken back: it has {known}, had "
+                    f"{longest} at most, and max_rewind is {self.plan.max_rewind}; got {back}"
                 )
         left = (n - back for n, back in zip(self._lengths.known, counts, strict=True))
         self._set_lengths(self._lengths._replace(known=tuple(left)))
@@ -419,10 +407,10 @@ class DilatedKVCache(DeepOnly):
             ValueError: a document would be longer than `max_length`; nothing is changed.
         """
         self.check_room(count)
-        known = tuple(length + count for length in self._lengths.known)
+        known = tuple(length + count for length in self.known_lengths)
         self._lengths = Lengths(known, tuple(map(max, known, self._lengths.longest)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DilatedKVCache:
+    def __deepcopy__(self, memo: Any) -> DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
@@ -461,10 +449,9 @@ class DilatedKVCache(DeepOnly):
         held, heads, head_dim = self.keys, self.plan.num_kv_heads, self.keys.shape[2]
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape != (batch, key.shape[1], heads, head_dim):
-                count = "positions" if name == "key" else key.shape[1]
                 raise ValueError(
                     f"{name} must have shape (batch, positions, kv_heads, head_dim) = ({batch}, "
-                    f"{count}, {heads}, {head_dim}); got {tuple(tensor.shape)}"
+                    f"{key.shape[1]}, {heads}, {head_dim}); got {tuple(tensor.shape)}"
                 )
             if tensor.dtype != held.dtype or tensor.device != held.device:
                 cast = " (cast by autocast)" * torch.is_autocast_enabled(held.device.type)
@@ -480,14 +467,12 @@ class DilatedKVCache(DeepOnly):
 
     def _rows_in(self, rows: Integers | None) -> list[int]:
         """Rows of the batch as ints; None: all. Raises unless they are there."""
-        if rows is None:
-            return list(range(self._batch))
-        found = as_ints("rows", rows)
+        found = list(range(self._batch)) if rows is None else as_ints("rows", rows)
         if not all(0 <= row < self._batch for row in found):
             raise ValueError(
                 f"rows must be numbers of rows in [0, {self._batch}); got {in_words(found)}"
             )
-        return list(found)
+        return found
 
     @property
     def described(self) -> str:

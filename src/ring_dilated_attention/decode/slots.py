@@ -119,14 +119,13 @@ def find_prompts(
     found = []
     for some, ends in packed_rows(borders, valid, len(rows), total):
         document = range(*ends[-2:]) if len(ends) > 1 else range(0)
-        alike = range(len(rows))[some]
-        pairs = [(some, some)] if in_order else [(_one(row), _one(rows[row])) for row in alike]
-        found += [Prompt(own, to, document) for own, to in pairs]
+        if in_order:  # `some` may be all rows: of these, not of the cache
+            found.append(Prompt(some, slice(*some.indices(len(rows))), document))
+            continue
+        for row in range(len(rows))[some]:
+            to = slice(rows[row], rows[row] + 1)
+            found.append(Prompt(slice(row, row + 1), to, document))
     return found
-
-
-def _one(row: int) -> slice:
-    return slice(row, row + 1)
 
 
 def words_of(layout: SequenceLayout, prompts: Sequence[Prompt], batch: int) -> dict[str, str]:

@@ -7,12 +7,11 @@ compute: `steps_by_kernel` says whether they do. The layers of a model share a `
 """
 
 from .attend import Step, cached_attention, steps_by_kernel
-from .cache import SHARD_BYTES, DeepOnly, DilatedKVCache, Lengths
+from .cache import DeepOnly, DilatedKVCache, Lengths
 from .captured import CapturedStep
 from .replicated import replicated_query_attention
 
 __all__ = [
-    "SHARD_BYTES",
     "CapturedStep",
     "DeepOnly",
     "DilatedKVCache",

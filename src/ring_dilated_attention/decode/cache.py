@@ -19,7 +19,7 @@ from .slots import Slots, find_prompts, hand_over, resolve_layout, rows_of, word
 
 _NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHARD_BYTES = 128 << 20
+_SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
 it takes to bring the results of ranks together."""
 
@@ -141,7 +141,7 @@ class DilatedKVCache(DeepOnly):
         self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
         plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
-            sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
+            sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= _SHARD_BYTES
         if sharded:
             shards = self.exchange.world_size
             plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)

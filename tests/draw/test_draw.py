@@ -138,7 +138,7 @@ def test_mask_text_is_the_mask(case):
     by: By = "rank" if plan.layout.world_size > 1 else "branch"
     size = {47: 2, 48: 2, 37: 1, 1001: 32}[plan.layout.length]
     cells = mask_cells(plan, 1, by, size)
-    lines = mask_text(plan, 1, by=by, in_color=False).plain.splitlines()
+    lines = mask_text(plan, 1, by=by).plain.splitlines()
     assert max(map(len, lines)) <= 80
     offset = len(f"{plan.layout.length:,}") + 1
     for line, row in zip(lines[3 : 3 + len(cells)], cells, strict=True):

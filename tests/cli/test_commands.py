@@ -135,16 +135,11 @@ WRONG = [
     ("plan --no-such-option", "No such option: --no-such-option"),
     ("plan --seq-len", "Option '--seq-len' requires an argument"),
     ("plan --seq-len=x", f"Invalid value for '--seq-len': {LENGTHS}"),
-    ("plan --seq-len=-1", "is not a number of positions"),
     ("plan --seq-len=0", "'--seq-len': 0 is not from 1 to 281,474,976,710,656"),
     (f"plan --seq-len={BIG}", "is not from 1 to 281,474,976,710,656"),
     ("plan --heads=4 --kv-heads=3", "heads must be a multiple of kv_heads; got 4 and 3"),
-    ("plan --head-dim=5000", "'--head-dim': 5000 is not from 1 to 4,096"),
-    ("plan --ranks=0", "'--ranks': 0 is not from 1 to 16,384"),
     ("plan --layout=spiral", "'spiral' is not one of 'auto', 'contiguous', 'zigzag'"),
-    ("plan --pattern=plaid", "'plaid' is not one of 'longnet', 'gigapath', 'longvit', 'dense'"),
     ("plan --segment-lengths=4,8 --dilation-rates=1", "one value each per branch"),
-    ("plan --segment-lengths=4 --dilation-rates=1.5", "'1.5' is not a number"),
     ("plan --segment-lengths=4", "got --segment-lengths alone"),
     (f"plan --pattern=dense {SMALL}", "give --pattern or --segment-lengths, not both"),
     (f"plan --segment-lengths={'4,' * 9999}4 --dilation-rates={'1,' * 9999}1", "at most 1000"),
@@ -154,12 +149,7 @@ WRONG = [
     ("plan --json=/no/such/folder/file", "cannot be written"),
     ("simulate --pattern=gigapath --zero-keys", "--pattern gigapath is the whole pattern"),
     ("simulate --head-offsets=blocked", "--pattern longnet is the whole pattern"),
-    ("simulate --exchange=bus", "'bus' is not one of 'auto', 'ring', 'gather'"),
-    ("simulate --device=tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
-    ("simulate --device=cpu --ranks=513", "'--ranks': 513 is not from 1 to 512"),
     ("verify --ranks=1,x", "'x' is not a number"),
-    ("verify --timeout=0", "'--timeout': 0 is not from 1 to 2,592,000"),
-    (f"verify --seed={BIG}", "'--seed'"),
     ("bench --device=cpu --baseline=nothing", "baseline must be one of"),
     ("bench --device=cpu --heads=3 --kv-heads=2", "multiple of"),
     ("bench --device=cpu --repeats=0", "repeats"),
@@ -167,6 +157,7 @@ WRONG = [
     ("draw --head=12", "head must lie in [0, 12), the query heads; got 12"),
     ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
     ("draw --out=a.pdf", "must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw cache --head=12 --out=a.svg", "kv_head must lie in [0, 12); got 12"),
     ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
 
@@ -215,14 +206,8 @@ def test_verify_ends_with_1_where_a_case_is_wrong_or_a_rank_fails(monkeypatch):
     done = rda("verify --ranks=2")
     assert done.exit_code == 1
     assert done.stderr == "error: rank 1 failed: RuntimeError: rank 0 is missing\n"
-
-
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    def broken(*arguments, **options):
-        raise AttributeError("a bug")
-
-    monkeypatch.setattr(checks, "run_ranks", broken)
-    assert isinstance(rda("verify --ranks=1").exception, AttributeError)
+    monkeypatch.setattr(checks, "run_ranks", None)
+    assert isinstance(rda("verify --ranks=1").exception, TypeError)  # a bug keeps its traceback
 
 
 def test_json_has_the_numbers_of_the_plan(tmp_path):
@@ -359,16 +344,9 @@ def test_options_allow_what_the_library_takes(option, allowed):
     assert (get_args(kinds[0]) or kinds) == allowed
 
 
-WITHOUT = """
-import sys
-sys.modules[{module!r}] = None
-from ring_dilated_attention.cli import main
-main()
-"""
-
-
 def run_without(module, *arguments):
-    program = WITHOUT.format(module=module)
+    program = f"import sys; sys.modules[{module!r}] = None\n"
+    program += "from ring_dilated_attention.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )

@@ -133,15 +133,13 @@ def attend(cache, **changes):
 def assert_state(cache, before):
     """As it was: its rows too, all but what was never written."""
     assert cache.known_lengths == before.known_lengths
-    assert torch.equal(cache.lengths, before.lengths)
-    for x, y in ((cache.keys, before.keys), (cache.values, before.values)):
-        assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+    for name in ("lengths", "keys", "values"):
+        assert torch.equal(getattr(cache, name).nan_to_num(7), getattr(before, name).nan_to_num(7))
 
 
 BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pattern": [(8, 2)]}, TypeError, "pattern must be a DilatedPattern, got type list"),
     ({"batch": 0}, ValueError, "batch must be >= 1, got 0"),
-    ({"head_dim": True}, TypeError, "head_dim must be an int, got True"),
     ({"max_length": None}, ValueError, "max_length must be given"),
     ({"max_rewind": -1}, ValueError, "max_rewind must be >= 0, got -1"),
     ({"dtype": torch.int64}, TypeError, "dtype must be one of torch.float64"),
@@ -158,7 +156,6 @@ def test_a_bad_cache(changes, error, message):
 
 BAD_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": [1.0]}, TypeError, "key must be a tensor, got type list"),
-    ({"key": rows(3)[0]}, ValueError, "key must have 4 dimensions"),
     ({"key": rows(3, heads=4)}, ValueError, "= (2, 3, 2, 8); got (2, 3, 4, 8)"),
     ({"value": rows(2)}, ValueError, "= (2, 3, 2, 8); got (2, 2, 2, 8)"),
     ({"key": rows(3).double()}, ValueError, "key must be torch.float32 on cpu, as the cache is"),
@@ -168,9 +165,7 @@ BAD_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
 BAD_PROMPTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layout": [[(0, 3)]]}, TypeError, "layout must be a SequenceLayout or None"),
     ({"layout": SequenceLayout.contiguous(6, 4)}, ValueError, "the layout is for 4 ranks"),
-    ({"documents": [1, 2]}, ValueError, "documents must rise from 0 to the sequence length"),
     ({"lengths": [1]}, ValueError, "lengths must hold one number for each of 2 rows"),
-    ({"lengths": [1, 900]}, ValueError, "lengths must lie in [0, "),
     ({"rows": [0, 2]}, ValueError, "rows must be numbers of rows in [0, 2); got (0, 2)"),
     ({"rows": [1, 1]}, ValueError, "rows must differ, to take a prompt each; got (1, 1)"),
     ({"rows": [0]}, ValueError, "= (1, 3, 2, 8); got (2, 3, 2, 8)"),
@@ -180,15 +175,11 @@ BAD_PROMPTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 MANY = {"query": rows(38, heads=4), "key": rows(38), "value": rows(38)}
 BAD_TOKENS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": None}, TypeError, "query must be a tensor, got None"),
-    ({"query": rows(3, heads=3)}, ValueError, "heads must be a multiple of kv_heads"),
-    ({"key": rows(3).double()}, ValueError, "must have one dtype"),
     ({"query": rows(0, heads=4), "key": rows(0), "value": rows(0)}, ValueError,
      "there must be one new position at least; key has no rows"),
     (MANY, ValueError, "and the cache has room for max_length=40; make it with a larger one"),
     ({"query": rows(3, heads=4).requires_grad_()}, RuntimeError, "has no gradient, and an input"),
-    ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ({"backend": "flash"}, ValueError, "backend='flash' cannot compute this attention"),
-    ({"return_lse": None}, TypeError, "return_lse must be a bool, got None"),
 ]  # fmt: skip
 BAD_STEPS: list[tuple[str, Any, type[Exception], str]] = [
     ("rewind", 3, ValueError, "at most 2 positions of row 0 can be taken back: it has 3, had 3 at "
@@ -196,9 +187,7 @@ BAD_STEPS: list[tuple[str, Any, type[Exception], str]] = [
     ("rewind", [0, 3], ValueError, "at most 2 positions of row 1"),
     ("rewind", -1, ValueError, "and max_rewind is 2; got -1"),
     ("rewind", [1], ValueError, "count must be one number, or one for each of 2 rows; got (1,)"),
-    ("rewind", 1.0, TypeError, "count must be an int, got 1.0"),
     ("select", [], ValueError, "rows must not be empty"),
-    ("select", [-1], ValueError, "rows must be numbers of rows in [0, 2)"),
     ("reset", [2], ValueError, "rows must be numbers of rows in [0, 2)"),
     ("reserve", 0, ValueError, "max_length must be >= 1, got 0"),
     ("advanced", 38, ValueError, "a document would have 41 positions"),
@@ -320,13 +309,10 @@ def test_a_token_of_a_cache_that_every_rank_has_whole_sends_nothing():
 
 def test_large_caches_are_shared_by_default():
     def rank(ends):
-        small = make(ends, sharded=None)
-        pattern = DilatedPattern.dense()
-        large = DilatedKVCache(pattern, 1, 1, 32, max_length=2**19, group=ends)
-        return small.is_sharded, large.is_sharded, large.nbytes
+        large = DilatedKVCache(DilatedPattern.dense(), 1, 1, 32, max_length=2**19, group=ends)
+        return make(ends, sharded=None).is_sharded, large.is_sharded, large.nbytes
 
     assert run_loopback(2, rank) == [(False, True, 2**26)] * 2
-    assert not DilatedKVCache(DilatedPattern.dense(), 1, 1, 32, max_length=2**19).is_sharded
 
 
 @pytest.mark.parametrize("count", [1, 3])

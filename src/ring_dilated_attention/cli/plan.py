@@ -24,7 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..plan import AttentionPlan, RankPlan, costs
+    from ..plan import AttentionPlan, costs
 
 SHOWN_ALL, SHOWN_FEW = 16, 4
 """Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
@@ -89,7 +89,7 @@ def plan(
         raise ValueError(f"--ranks must be a multiple of --hosts; got {ranks} and {hosts}")
     if check:
         _prove(planned)
-    shown = [_figures(planned.rank(rank), size) for rank in shown_ranks(ranks)]
+    shown = [_figures(planned, rank, size) for rank in shown_ranks(ranks)]
     verdict = [
         *_traffic_in_words(planned, shown),
         *work_in_words(planned, size),
@@ -129,16 +129,17 @@ def shown_ranks(ranks: int) -> Sequence[int]:
     return [(ranks - 1) * i // (SHOWN_FEW - 1) for i in range(SHOWN_FEW)]
 
 
-def _figures(rank: RankPlan, size: costs.TensorSize) -> dict[str, Any]:
+def _figures(plan: AttentionPlan, number: int, size: costs.TensorSize) -> dict[str, Any]:
     """The figures of a rank in tables and JSON: bytes, operations and positions."""
     from ..plan import costs
 
-    plan, held = rank.plan, costs.memory(rank, size)
+    rank = plan.rank(number)
+    held = costs.memory(rank, size)
     steps = [x for part in rank.rounds(gathers=plan.gathers) for x in part.steps()]
     return {
-        "rank": rank.index,
-        "positions": plan.layout.local_length(rank.index),
-        "flops": costs.flops_of_rank(plan, size, rank.index),
+        "rank": number,
+        "positions": plan.layout.local_length(number),
+        "flops": costs.flops_of_rank(plan, size, number),
         "senders": len({step.receive.sender for step in steps if step.receive is not None}),
         "messages": sum(step.send is not None for step in steps),
         "traffic_bytes": asdict(costs.traffic(rank, size)),

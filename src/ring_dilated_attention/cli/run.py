@@ -83,7 +83,7 @@ def simulate(
         num_kv_heads=work.kv_heads,
         head_dim=work.head_dim,
         is_causal=causal,
-        documents=documents,
+        documents=work.documents,
         dtype=work.torch_dtype,
         exchange=exchange,
         device=on,

@@ -138,25 +138,25 @@ def untraced(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[str, Any]) -> _Result:
     """Check, agree with the ranks that share the rows, attend, and merge what each has found."""
-    tensors = autocast_inputs(*tensors)
-    ends = cache.exchange
+    query, key, value = autocast_inputs(*tensors)
+    tensors, ends = (query, key, value), cache.exchange
     if not cache.is_sharded:
         out, lse = _of_rank(tensors, cache, step, _check(tensors, cache, options), options)
-        return out.to(tensors[0].dtype), lse
+        return out.to(query.dtype), lse
     refuse_capture(_NAME, ends, cache.keys.device)
     with ends.calls.enter(_NAME, "forward") as scope:
         with together(scope, ends, cache.keys.device) as agreed:
             selection = _check(tensors, cache, options)
             words = {
                 "cache": cache.described,
-                "query": str(tuple(tensors[0].shape)),
+                "query": str(tuple(query.shape)),
                 "scale": options["scale"],
                 "backend": options["backend"],
             }
             agreed.shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
         out, lse = _of_rank(tensors, cache, step, selection, options)
         out, lse = merged_over_ranks(ends, out, lse)
-        return out.to(tensors[0].dtype), lse
+        return out.to(query.dtype), lse
 
 
 def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _Result:

@@ -224,7 +224,10 @@ def _attend(
                 "query needs a gradient": str(call.returns_dquery),
             }
             agreed.shared = shared_words(options, query, key, ends, words=words, holder="key")
-        return apply_function(ReplicatedQueryAttention, query, key, value, call, in_operator=False)
+        out, lse = apply_function(
+            ReplicatedQueryAttention, query, key, value, call, in_operator=False
+        )
+        return out, lse
 
 
 def _options(

@@ -101,7 +101,8 @@ def attend_with_cache(
     pattern = pattern_of_heads(module, settings, query.shape[2], key.shape[2])
     kv = call.cache.of_layer(layer, key, pattern)
     if not call.is_prompt:
-        return cached_attention(query, key, value, kv, scale=scale, backend=settings.backend)
+        new: Tensor = cached_attention(query, key, value, kv, scale=scale, backend=settings.backend)
+        return new
     out = dilated_attention(
         query,
         key,

@@ -1,8 +1,6 @@
 """The decoding kernels: interpreted where there is no GPU."""
 
 import os
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,13 +18,13 @@ from ring_dilated_attention import (
     SequenceLayout,
     plan_attention,
 )
-from ring_dilated_attention.checks import ViewKind, reference_attention
+from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.decode import Step
 from ring_dilated_attention.decode.attend import attend_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import NO_END, profile_of
+from ring_dilated_attention.kernels import NO_END
 from ring_dilated_attention.kernels.decode import strips_of_cache
 from ring_dilated_attention.plan import plan_cache
 
@@ -70,48 +68,6 @@ def reference(*tensors, pattern, **options):
         attention(*(x.to(dtype) for x in tensors), pattern, **options)
         for dtype in (torch.float64, tensors[0].dtype)
     ]
-
-
-def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
-    """Generate by the kernels, and compare each call."""
-    length = prompt + sum(counts)
-    tensors = rows_of(heads, kv_heads, length, batch)
-    if kind:
-        tensors = tuple(kind.fit(x) for x in tensors)
-    want = reference(*tensors, pattern=pattern, is_causal=True)
-    cache = DilatedKVCache(pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options)
-    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
-    cache.values.fill_(torch.nan)
-    if prompt:
-        cache.prefill(*(x[:, :prompt] for x in tensors[1:]))
-    borders = [prompt]
-    for count in counts:
-        borders.append(borders[-1] + count)
-    for first, stop in pairwise(borders):
-        new = [x[:, first:stop] for x in tensors]
-        if kind:
-            new = [kind.view(x) for x in new]
-        out, lse = attend(*new, cache, backend="triton", return_lse=True)
-        check(out, lse, want, range(first, stop))
-    assert cache.lengths.tolist() == [length] * batch == list(cache.known_lengths)
-    return cache
-
-
-@pytest.mark.parametrize("kind", ViewKind.named().values(), ids=ViewKind.named())
-def test_new_rows_may_be_views(kind):
-    decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
-
-
-@pytest.mark.parametrize("rounds", [4, 33])
-def test_however_it_is_cut_into_programs(rounds, monkeypatch):
-    """And more query heads than a block has rows."""
-    found = profile_of(DEVICE)
-    tuning = replace(found.decode, rounds=rounds)
-    profile = replace(found, decode=tuning, multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
-    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
-    decode(LONGNET, 40, [64, 1], heads=4, kv_heads=1)
 
 
 @pytest.mark.parametrize("shards", [2, 3])

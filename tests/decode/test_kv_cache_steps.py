@@ -1,5 +1,6 @@
 """Whatever is done with a KV cache, in any order: its attention is that of the full forward."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import reference_attention, run_ranks
 from ring_dilated_attention.checks.ranks import world_exchange
 from ring_dilated_attention.exchange import SoloExchange, run_loopback
+from ring_dilated_attention.kernels import profile_of
 
 HEAD_DIM = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
@@ -108,6 +110,8 @@ class Run:
             device=self.device, max_length=case["max_length"], max_rewind=case["max_rewind"],
             group=ends, sharded=case["sharded"],
         )  # fmt: skip
+        self.cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
+        self.cache.values.fill_(torch.nan)
         self.model = Model(case["batch"], case["kv_heads"])
         self.results: list[torch.Tensor] = []
 
@@ -266,6 +270,24 @@ def test_any_steps_by_the_kernels(case):
     pytest.importorskip("triton")
     case = {**case, "world_size": 1, "backend": "triton", "dtype": torch.float32}
     run_steps(case, SoloExchange())
+
+
+@pytest.mark.parametrize("rounds", [4, 33])
+def test_however_the_kernels_cut_it_into_programs(rounds, monkeypatch):
+    """And more query heads than a block has rows."""
+    pytest.importorskip("triton")
+    found = profile_of(torch.device(DEVICE))
+    profile = replace(found, decode=replace(found.decode, rounds=rounds), multiprocessors=9)
+    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
+    for pattern, kv_heads, heads, batch, prompt, *counts in (
+        (DilatedPattern([None, 32], [1, 3]), 2, 6, 1, 170, 1, 1, 5),
+        (DilatedPattern.dense(), 2, 2, 2, 71, 3, 1),
+        (DilatedPattern([8, 16, 32], [1, 2, 5]), 1, 4, 1, 40, 64, 1),
+    ):
+        case = {**OF_STEPS, "pattern": pattern, "kv_heads": kv_heads, "heads": heads}
+        case |= {"batch": batch, "max_length": 200, "backend": "triton", "dtype": torch.float32}
+        steps = [("append", prompt), *(("attend", count) for count in counts)]
+        run_steps({**case, "steps": steps}, SoloExchange())
 
 
 def generation(**changes):

@@ -347,8 +347,7 @@ def test_an_error_in_a_tile_leaves_the_cache_as_it_was(monkeypatch, count):
 def test_rows_that_are_written_half_are_dropped(monkeypatch, change, left):
     cache, calls = make(), []
     cache.append(rows(11), rows(11))
-    slots = type(cache.slots)
-    keep = slots.keep
+    keep = DilatedKVCache.keep
 
     def fail(*arguments):
         calls.append(arguments)
@@ -356,7 +355,7 @@ def test_rows_that_are_written_half_are_dropped(monkeypatch, change, left):
             raise KeyboardInterrupt
         keep(*arguments)
 
-    monkeypatch.setattr(slots, "keep", fail)
+    monkeypatch.setattr(DilatedKVCache, "keep", fail)
     with pytest.raises(KeyboardInterrupt):
         change(cache)
     assert cache.known_lengths == left == tuple(cache.lengths.tolist())

@@ -28,8 +28,7 @@ from ..tiles import (
     table_refusal,
 )
 from ..torch_op import refuse_tangents, validate_tensors
-from .cache import DilatedKVCache
-from .slots import runs_of_slots
+from .cache import DilatedKVCache, runs_of_slots
 
 _NAME = "cached_attention"
 
@@ -311,7 +310,7 @@ def _by_tiles(
             seen = range(tile.kept.start, tile.kept.stop + is_one)
             own = cache.plan.own_members(seen, cache.shard)
             if own:
-                keys, values = (x[rows, tile.heads] for x in cache.slots.of_branch(tile.branch))
+                keys, values = (x[rows, tile.heads] for x in cache.of_branch(tile.branch))
                 for _, slots in runs_of_slots(own, tile.branch.slots):
                     merge_tile(at, keys[:, :, slots], values[:, :, slots], False)
     if not is_one:

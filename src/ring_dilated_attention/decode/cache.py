@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from math import prod
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -13,15 +14,19 @@ from ..functional import autocast_inputs
 from ..kernels import NO_END
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import CachePlan, plan_cache
+from ..plan import CachedBranch, CachePlan, KeptRows, plan_cache
 from ..torch_op import refuse_tangents, validate_tensor
-from .slots import Slots, find_prompts, hand_over, resolve_layout, rows_of, words_of
+from .prompts import Prompt, find_prompts, resolve_layout, words_of
 
 _NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
 it takes to bring the results of ranks together."""
+
+
+_Part: TypeAlias = tuple[Prompt, KeptRows, tuple[int, ...]]
+"""Rows of a message, with the shape of their keys and values."""
 
 
 class DeepOnly:
@@ -169,11 +174,6 @@ class DilatedKVCache(DeepOnly):
         return self.exchange.rank if self.is_sharded else 0
 
     @property
-    def slots(self) -> Slots:
-        """The rows by branches, heads and slots."""
-        return Slots(self.plan, self.keys, self.values)
-
-    @property
     def known_lengths(self) -> tuple[int, ...]:
         """`lengths` as ints, without waiting for the device; see `advanced`."""
         return self._lengths.known
@@ -270,7 +270,7 @@ class DilatedKVCache(DeepOnly):
             with torch.no_grad():
                 begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
                 self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
-                hand_over(ends, (key, value), self.slots, layout, found)
+                self._hand_over((key, value), layout, found)
         self._begin(begun)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -296,11 +296,69 @@ class DilatedKVCache(DeepOnly):
             with torch.no_grad():
                 for rows, length in self.equal_rows():
                     for kept in self.plan.appended(length, key.shape[1], self.shard):
-                        self.slots.keep(rows, kept, [rows_of(x, rows, kept) for x in (key, value)])
+                        self.keep(rows, kept, [_rows_of(x, rows, kept) for x in (key, value)])
         except BaseException:
             if key.shape[1] > 1:  # rows of one new position overwrite nothing that is still needed
                 self.reset()
             raise
+
+    def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
+        """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
+        heads, slots = len(branch.heads), branch.slots
+        shape = len(self.keys), heads, slots, self.keys.shape[2]
+        rows = slice(branch.first_row, branch.first_row + heads * slots)
+        return [x[:, rows].view(shape) for x in (self.keys, self.values)]
+
+    def keep(self, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
+        """Write keys and values, each (batch rows, heads, members, head_dim)."""
+        for target, source in zip(self.of_branch(kept.branch), both, strict=True):
+            for places, to in runs_of_slots(kept.members, kept.branch.slots):
+                target[rows, kept.heads, to] = source[:, :, places]
+
+    def _hand_over(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        layout: SequenceLayout,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        """Give every rank the rows of this rank's keys and values that it keeps; keep its own.
+
+        One message to each other rank, inside of a call; one is under way at a time, so that a
+        large cache does not take twice its memory. `prompts` have the same order on every rank.
+        """
+        ends = self.exchange
+        for prompt, kept, _ in self._parts(layout, prompts, ends.rank, ends.rank):
+            self.keep(prompt.to, kept, [_rows_of(x, prompt.rows, kept) for x in tensors])
+        packed: torch.Tensor | None = None
+        for step in range(1, ends.world_size):
+            to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
+            if packed is None or self.is_sharded:  # else all get the same
+                outgoing = self._parts(layout, prompts, ends.rank, to)
+                packed = self.keys.new_empty(sum(prod(shape) for *_, shape in outgoing))
+                for prompt, kept, both in _views(packed, outgoing):
+                    for part, tensor in zip(both, tensors, strict=True):
+                        part.copy_(_rows_of(tensor, prompt.rows, kept))
+            incoming = self._parts(layout, prompts, source, ends.rank)
+            buffer = self.keys.new_empty(sum(prod(shape) for *_, shape in incoming))
+            send = (to, packed) if packed.numel() else None
+            receive = (source, buffer) if buffer.numel() else None
+            if send or receive:
+                ends.start(send, receive).wait()
+            for prompt, kept, both in _views(buffer, incoming):
+                self.keep(prompt.to, kept, both.unbind(0))
+
+    def _parts(
+        self, layout: SequenceLayout, prompts: Sequence[Prompt], source: int, to: int
+    ) -> list[_Part]:
+        """The message from rank `source` to rank `to`."""
+        found, shard = list[_Part](), to if self.is_sharded else 0
+        for prompt in prompts:
+            rows = len(range(self._batch)[prompt.to])
+            for kept in self.plan.handed_over(layout, prompt.document, source, shard):
+                heads = len(range(len(kept.branch.heads))[kept.heads])
+                shape = 2, rows, heads, len(kept.members), self.keys.shape[2]
+                found.append((prompt, kept, shape))
+        return found
 
     def count(self, count: int) -> None:
         """Count new positions of every row, which were written."""
@@ -390,8 +448,19 @@ class DilatedKVCache(DeepOnly):
             plan.pattern, plan.num_kv_heads, max_length, plan.max_rewind, plan.shards
         )
         if grown.rows > plan.rows:
+            held = {x.index: (x, self.of_branch(x)) for x in plan.branches}
+            shape = self._batch, grown.rows, self.keys.shape[2]
             with torch.inference_mode(False), torch.no_grad():
-                _, self.keys, self.values = self.slots.grown(grown)
+                self.keys, self.values = (x.new_empty(shape) for x in (self.keys, self.values))
+                for branch in grown.branches:
+                    if branch.index not in held:
+                        continue
+                    # A branch that gets more slots had one for each member: they stay where they
+                    # were. Heads that it gets have offsets behind the former max_length.
+                    known, rows = held[branch.index]
+                    places = [branch.heads.index(head) for head in known.heads]
+                    for to, source in zip(self.of_branch(branch), rows, strict=True):
+                        to[:, places, : known.slots] = source
         self._set_plan(grown)
 
     def advanced(self, count: int) -> None:
@@ -494,3 +563,26 @@ def _table(plan: CachePlan) -> torch.Tensor:
         length = NO_END if branch.segment_length is None else branch.segment_length
         rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def _rows_of(tensor: torch.Tensor, rows: slice, kept: KeptRows) -> torch.Tensor:
+    """The kept rows, (batch, heads, rows, head_dim), of (batch, sequence, kv_heads, head_dim)."""
+    return tensor[rows, kept.rows, kept.kv_heads].transpose(1, 2)
+
+
+def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
+    """The slots of consecutive members, at most one per slot: one or two (places, slots)."""
+    first = members.start % slots
+    before_end = min(len(members), slots - first)
+    yield slice(0, before_end), slice(first, first + before_end)
+    if before_end < len(members):
+        yield slice(before_end, len(members)), slice(0, len(members) - before_end)
+
+
+def _views(
+    packed: torch.Tensor, parts: Sequence[_Part]
+) -> Iterator[tuple[Prompt, KeptRows, torch.Tensor]]:
+    """The parts of a message, each with its keys and values: (2, batch, heads, rows, head_dim)."""
+    pieces = packed.split([prod(shape) for *_, shape in parts])
+    for (prompt, kept, shape), piece in zip(parts, pieces, strict=True):
+        yield prompt, kept, piece.view(shape)

@@ -200,6 +200,7 @@ def test_bench_kernel_does_as_many_flops_where_segments_divide_the_length():
         ("context_parallel", Place(device=CPU, ranks=2), {}, "runs on GPUs"),
         ("context_parallel", Place(device=torch.device("cuda"), ranks=2), {}, "the dense pattern"),
         ("torchscale", Place(device=CPU), {"pattern": SPLIT}, "no split branches or"),
+        ("sdpa", Place(device=CPU), {"documents": (0, 50, 101)}, "sdpa takes no documents"),
     ],
 )
 def test_bench_baselines_refuse(name, place, options, message):

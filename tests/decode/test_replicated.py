@@ -125,21 +125,11 @@ def case_with(**changes):
     return Case(**{**CASE.__dict__, **changes})
 
 
-LAYOUTS = [
-    SequenceLayout.contiguous(67, 1),
-    SequenceLayout.contiguous(67, 2),
-    SequenceLayout.zigzag(67, 3),
-    SequenceLayout([[(40, 67), (3, 9)], [], [(9, 40)], [(0, 3)], []]),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "two", "zigzag", "any"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("positions", [range(66, 67), range(5, 45)], ids=str)
-def test_layouts_and_dtypes(positions, dtype, layout):
-    case = case_with(layout=layout, dtype=dtype, head_dim=16)
-    by_rank = run_loopback(layout.world_size, partial(run_rank, case, positions))
-    check_ranks(case, positions, by_rank)
+def test_half_precision(positions, dtype):
+    case = case_with(dtype=dtype, head_dim=16)
+    check_ranks(case, positions, run_loopback(3, partial(run_rank, case, positions)))
 
 
 def test_gradients_behind_the_decoding_kernels():

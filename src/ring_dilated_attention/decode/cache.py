@@ -583,6 +583,6 @@ def _views(
     packed: torch.Tensor, parts: Sequence[_Part]
 ) -> Iterator[tuple[Prompt, KeptRows, torch.Tensor]]:
     """The parts of a message, each with its keys and values: (2, batch, heads, rows, head_dim)."""
-    pieces = packed.split([prod(shape) for *_, shape in parts])
+    pieces = torch.split(packed, [prod(shape) for *_, shape in parts])
     for (prompt, kept, shape), piece in zip(parts, pieces, strict=True):
         yield prompt, kept, piece.view(shape)

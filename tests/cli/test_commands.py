@@ -41,7 +41,7 @@ RIGHT = [
     # command line, what it prints, and (behind "not") what it does not
     (
         "plan --seq-len=1M --ranks=8 --causal",
-        "1,048,576 tokens, 12 heads of 64, bfloat16, causal, on 8 ranks",
+        "1,048,576 tokens, 12 heads of 64, bfloat16, causal, on 8 ranks (zigzag)",
         "nothing travels: every segment lies on one rank",
         "the work is even",
         "positions in different blocks of 32,768 never influence each other",
@@ -82,7 +82,7 @@ RIGHT = [
     ),
     (
         "simulate --device=cpu --seq-len=101 --ranks=7 --causal --layout=zigzag " + SMALL,
-        "101 tokens, 12 heads of 64, float32, causal, on 7 ranks, on cpu",
+        "101 tokens, 12 heads of 64, float32, causal, on 7 ranks (zigzag), on cpu",
         "results match one device; memory, bytes and messages match the plan",
         "error relative to one device: out",
         "largest",

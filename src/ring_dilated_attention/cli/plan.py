@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, resolve_layout
 from ..named_patterns import given_pattern
 from ..units import count_of, in_bytes, in_flop, in_seconds
 from . import common
@@ -81,7 +81,7 @@ def plan(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         is_causal=causal,
-        layout_name=layout,
+        layout_name=resolve_layout(layout, ranks, is_causal=causal),
         documents=documents,
     )
     planned, size = work.plan(ranks), work.size
@@ -98,7 +98,7 @@ def plan(
     if hosts:
         verdict.append(_predict(planned, size, hosts, shown))
     console = make_console(json)
-    console.print(f"{work}, on {count_of(ranks, 'rank')}\n")
+    console.print(f"{work}, on {count_of(ranks, 'rank')} ({work.layout_name})\n")
     for words in verdict:
         console.print(f"- {words}", style="bold")
     console.print()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..layout import resolve_layout
 from ..named_patterns import DEFAULT_NAME, given_pattern
 from ..units import count_of, in_bytes, in_seconds
 from . import common
@@ -73,7 +74,7 @@ def simulate(
         num_kv_heads=kv_heads,
         dtype="float32" if on == "cpu" else None,
         is_causal=causal,
-        layout_name=layout,
+        layout_name=resolve_layout(layout, ranks, is_causal=causal),
         documents=documents,
     )
     case = Case(
@@ -89,7 +90,7 @@ def simulate(
         device=on,
     )
     console = make_console(json)
-    console.print(f"{work}, on {count_of(ranks, 'rank')}, on {on}\n")
+    console.print(f"{work}, on {count_of(ranks, 'rank')} ({work.layout_name}), on {on}\n")
     with common.working("simulate"):
         found = run(case)
     for words in (*_in_words(found), *work_in_words(work.plan(ranks), work.size)):

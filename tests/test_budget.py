@@ -8,10 +8,10 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "bench": (877, 4),
+    "bench": (889, 4),
     "checks": (1_720, 6),
-    "cli": (1_133, 6),
-    "decode": (1_704, 6),
+    "cli": (1_017, 6),
+    "decode": (1_557, 6),
     "draw": (682, 4),
     "engine": (2_181, 8),
     "exchange": (1_593, 7),
@@ -24,7 +24,7 @@ BUDGET = {
     "tiles": (1_000, 6),
     "torch_op": (1_013, 5),
 }
-MOST_TESTS = 22_200
+MOST_TESTS = 21_900
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

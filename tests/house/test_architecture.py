@@ -250,11 +250,3 @@ def test_importing_needs_only_torch():
         [sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "imported", done.stderr
-
-
-@pytest.mark.xdist_group("architecture")
-def test_a_group_of_tests_has_one_worker(request):
-    """Else fixtures that are made once are made by every worker, and nothing says so."""
-    if not getattr(request.config.option, "loadgroup", False):
-        pytest.skip("not run by several workers")
-    assert request.node.nodeid.endswith("@architecture")

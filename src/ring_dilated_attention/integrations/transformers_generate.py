@@ -101,7 +101,7 @@ def attend_with_cache(
     pattern = pattern_of_heads(module, settings, query.shape[2], key.shape[2])
     kv = call.cache.of_layer(layer, key, pattern)
     if not call.is_prompt:
-        return cached_attention(query, key, value, kv, scale=scale, backend=settings.backend)
+        return cached_attention(query, key, value, kv, scale=scale, backend=settings.backend)  # type: ignore[no-any-return]
     out = dilated_attention(
         query,
         key,

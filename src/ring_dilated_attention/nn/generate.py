@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step, steps_by_kernel
+from ..decode import CapturedStep, DilatedKVCache, Step, cached_attention, steps_by_kernel
 from ..documents import Integers, as_ints
 from ..exchange import (
     Exchange,
@@ -307,7 +307,7 @@ class TokenGenerator(nn.Module):
         shared, before = Step(), [cache.known() for cache in caches]
         attends = [
             partial(
-                attend_in_step, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
+                cached_attention, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
             )
             for layer, cache in zip((x.attention for x in _blocks(self)), caches, strict=True)
         ]

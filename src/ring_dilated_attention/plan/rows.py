@@ -208,14 +208,6 @@ class Message(_Referable):
     slots: int
     rows: int
 
-    def between(self, sender: int, receiver: int) -> Message:
-        """The same rows from and to other ranks."""
-        return Message(sender, receiver, self.runs, self.slots, self.rows)
-
-    def is_same_for(self, other: Message | None) -> bool:
-        """Whether a message of the same sender has the same rows, in the same order."""
-        return other is not None and self.runs == other.runs
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSize:

@@ -7,6 +7,7 @@ few groups. `own_work` splits what a rank computes of its own positions: row by 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -210,34 +211,6 @@ class Tiling:
             if needed:
                 yield group[0], needed
 
-    def count_rows(self, links: Sequence[Link]) -> int:
-        """Distinct (row, head) pairs in the message of these links."""
-        if not links:
-            return 0
-        entries: dict[tuple[int, int, int], Link] = {}
-        for link in links:
-            entries.setdefault(link.message_entry, link)
-        if len({link.keys.start for link in entries.values()}) == len(entries):
-            # No two entries can share a row. The usual case by far, so it is made fast.
-            counts = [self._count_entry(link) for link in entries.values()]
-            if None not in counts:
-                return sum(filter(None, counts))
-        by_head: dict[int, list[range]] = {}
-        for _, needed in self._entries(links):
-            for head, keys in needed:
-                by_head.setdefault(head, []).append(keys)
-        return sum(map(union_size, by_head.values()))
-
-    def _count_entry(self, link: Link) -> int | None:
-        """Rows of one entry over all heads; None where some head may have no queries for it."""
-        rate = self.pattern.dilation_rates[link.branch]
-        queries = min(link.queries.stop, link.stop) - max(link.queries.start, link.start)
-        if queries < rate:
-            return None
-        low = max(link.keys.start, link.start)
-        phase, last = link.start - low, min(link.keys.stop, link.stop) - low + rate - 1
-        return sum([(last - (phase + o) % rate) // rate for _, o in self.heads[link.branch]])
-
     def message(
         self, sender: int, receiver: int, links: Sequence[Link]
     ) -> tuple[Message | None, dict[tuple[int, int, int], dict[int, int]]]:
@@ -266,7 +239,18 @@ class Tiling:
                 }
         if not runs:
             return None, first_slots
-        return Message(sender, receiver, tuple(runs), slots, self.count_rows(links)), first_slots
+        of_parts = Counter(start for _, start, _ in {link.message_entry for link in links})
+        # Only entries of the same part can share rows.
+        rows = slots if of_parts.most_common(1)[0][1] == 1 else self._count(links)
+        return Message(sender, receiver, tuple(runs), slots, rows), first_slots
+
+    def _count(self, links: Iterable[Link]) -> int:
+        """Distinct (row, head) pairs in the message of these links."""
+        by_head: dict[int, list[range]] = {}
+        for _, needed in self._entries(links):
+            for head, keys in needed:
+                by_head.setdefault(head, []).append(keys)
+        return sum(map(union_size, by_head.values()))
 
     def _chains(self, links: Iterable[Link]) -> Iterator[list[tuple[Link, list[_HeadRows]]]]:
         """The entries of a message, those together whose rows go on where the last ones end."""

@@ -22,7 +22,7 @@ from ..exchange import Exchange, Pending, SoloExchange, run_loopback
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
-from ..plan import RankPlan, costs
+from ..plan import RankPlan, costs, lower
 from ..tiles import accumulate_dtype
 from .reference import relative_error
 from .verify import TENSORS, TOLERANCE, Case
@@ -352,20 +352,16 @@ def _run(
 def _report(
     rank: RankPlan, size: costs.TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
-    steps = [step for one in rank.rounds(gathers=gathers) for step in one.steps()]
-    receivers = [step.send.receiver for step in steps if step.send is not None]
-    senders = [step.receive.sender for step in steps if step.receive is not None]
-    moved = costs.traffic(rank, size)
-    planned = [
-        Transfers(sent=sent, received=received, messages=messages, peers=peers)
-        for peers in [tuple(sorted({*receivers, *senders}))]
-        for sent, received, messages in (
-            (moved.forward_sent, moved.forward_received, len(receivers)),
-            # In backward rows again, and returned gradients.
-            (moved.backward_sent, moved.backward_received, len(receivers) + len(senders)),
+    planned = []
+    for backward in (False, True):
+        program = lower(rank, gathers=gathers, backward=backward)
+        sent, received = map(sum, zip(*(action.nbytes(size) for action in program), strict=True))
+        sends = [action.sends[0] for action in program if action.sends]
+        peers = {*sends, *(action.receives[0] for action in program if action.receives)}
+        planned.append(
+            Transfers(sent=sent, received=received, messages=len(sends), peers=tuple(sorted(peers)))
         )
-    ]
-    forward, *backward = (
+    forward, *rest = (
         Pass(planned=a, counted=b, seconds=seconds)
         for a, b, seconds in zip(planned, ran.transfers, ran.seconds, strict=False)
     )
@@ -377,7 +373,7 @@ def _report(
         flops=work[rank.index],
         of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,
         forward=forward,
-        backward=backward[0] if backward else None,
+        backward=rest[0] if rest else None,
     )
 
 

@@ -359,15 +359,15 @@ def _compare(
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
-    plan, backward = case.plan(length), bool(case.wanted)
+    plan = case.plan(length)
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    detached = case.branch_gradients == "detached" and case.pattern.mixes_branches
-    if not detached or not backward:
-        return costs.sent_bytes(plan.rank(rank), size, backward=backward)
-    # Backward computes each branch by itself: forward again, and back.
-    forward = costs.sent_bytes(plan.rank(rank), size, backward=False)
-    branches = [one.rank(rank) for one in plan.single_branches]
-    return forward + sum(costs.sent_bytes(one, size, backward=True) for one in branches)
+    traffic = costs.traffic(plan.rank(rank), size)
+    sent = traffic.backward_sent
+    if case.branch_gradients == "detached" and case.pattern.mixes_branches:
+        # Backward computes each branch by itself: forward again, and back.
+        branches = [costs.traffic(one.rank(rank), size) for one in plan.single_branches]
+        sent = sum(each.forward_sent + each.backward_sent for each in branches)
+    return traffic.forward_sent + sent * bool(case.wanted)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

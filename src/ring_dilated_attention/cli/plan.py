@@ -119,16 +119,16 @@ def shown_ranks(ranks: int) -> Sequence[int]:
 
 def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
     """What tables and JSON say of a rank, in bytes, operations and positions."""
-    from ..plan import costs
+    from ..plan import costs, lower
 
     held = costs.memory(rank, call.size)
-    steps = [x for part in rank.rounds(gathers=call.plan.gathers) for x in part.steps()]
+    program = lower(rank, gathers=call.plan.gathers, backward=False)
     return {
         "rank": rank.index,
         "positions": call.layout.local_length(rank.index),
-        "flops": costs.flops_of_rank(call.plan, call.size, rank.index),
-        "senders": len({step.receive.sender for step in steps if step.receive is not None}),
-        "messages": sum(step.send is not None for step in steps),
+        "flops": costs.flops_by_rank(call.plan, call.size)[rank.index],
+        "senders": len({action.receives[0] for action in program if action.receives is not None}),
+        "messages": sum(action.sends is not None for action in program),
         "traffic_bytes": asdict(costs.traffic(rank, call.size)),
         "memory_bytes": {**asdict(held), "total": held.total},
     }
@@ -242,14 +242,12 @@ def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
     """Add predicted times to what is shown of ranks; return those of the slowest, in words."""
     from ..plan import costs
 
-    size, host_of = call.size, costs.host_of_ranks(hosts, call.ranks // hosts)
-    rates = h200_rates(size)
-    times = []
+    size, rates, times = call.size, h200_rates(call.size), []
     with working("predict"):
         for figures in shown:
             rank = call.plan.rank(figures["rank"])
             for name in ("forward", "backward"):
-                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=host_of)
+                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
                 figures[name] = asdict(way)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
     forward, backward = max(times, key=sum)

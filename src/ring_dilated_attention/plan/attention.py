@@ -31,6 +31,7 @@ from .tiling import OwnWork, group_tiles, own_work, zero_key_groups
 
 _T = TypeVar("_T")
 
+
 class Step(NamedTuple):
     """Step s of a rank: it works with the rows of rank ``(rank - s) mod p``.
 

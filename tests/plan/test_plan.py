@@ -13,7 +13,7 @@ from support.counted_calls import count_calls
 from support.strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.plan import Tile, TileGroup, check_plan, costs, lower, tiling
+from ring_dilated_attention.plan import Tile, TileGroup, check_plan, costs, lower
 from ring_dilated_attention.plan.check import PlanError
 from ring_dilated_attention.plan.program import Program
 from ring_dilated_attention.plan.rows import cut, dilated_rows, intersect, own_runs, union_size
@@ -334,18 +334,8 @@ def test_a_rank_between_two_segments_receives_rows_of_both():
     assert plan_attention(DilatedPattern([64], [8]), layout, is_causal=False).gathers
 
 
-def test_a_plan_prints_as_a_table():
-    text = str(_plan())
-    assert "(5, 1) (document, 3) over 29 positions on 3 ranks" in text
-    assert len(text.splitlines()) == 5
-    assert "and 4080 more ranks" in str(
-        plan_attention(
-            DilatedPattern([4], [1]), SequenceLayout.contiguous(8192, 4096), is_causal=True
-        )
-    )
-
-
-def test_plans_are_values():
+def test_plans_are_values_that_print():
+    assert "(5, 1) (document, 3) over 29 positions on 3 ranks" in str(_plan())
     assert _plan() == _plan()
     assert hash(_plan()) == hash(_plan())
     assert _plan() != _plan(is_causal=False)
@@ -447,23 +437,6 @@ def test_plans_do_not_depend_on_hash_seeds():
     ]
     assert len(found[0]) > 1000
     assert found[0] == found[1]
-
-
-def test_tiles_of_documents_of_ever_new_lengths_are_kept_up_to_a_number(monkeypatch):
-    monkeypatch.setattr(tiling, "MOST_TWINS", 10)
-    tiling.tiling_of.cache_clear()
-    known = tiling.tiling_of(DilatedPattern([None], [64]), 1, False, range(1)).known_twins
-    for length in range(65, 100):
-        plan = plan_attention(
-            DilatedPattern([None], [64]),
-            SequenceLayout.contiguous(length, 1),
-            is_causal=False,
-            num_heads=1,
-        )
-        assert plan.rank(0).local_groups
-        assert plan.tiling.known_twins is known
-        assert 0 < len(known) <= 10
-        check_plan(plan)
 
 
 @pytest.mark.parametrize("seed", range(60))

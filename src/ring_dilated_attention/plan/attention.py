@@ -325,32 +325,13 @@ class AttentionPlan(PlanSpec):
     replicated_zero_keys = cache.replicated_zero_keys
 
     def __str__(self) -> str:
-        """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
-        layout, shown = self.layout, range(min(self.layout.world_size, 16))
-        title = (
+        layout = self.layout
+        return (
             f"{self.pattern} over {layout.length} positions on {layout.world_size} "
-            f"rank{'s' * (layout.world_size != 1)}, "
-            f"{self.num_heads} heads, {self.num_kv_heads} KV heads, "
-            f"{'causal' if self.is_causal else 'not causal'}, "
+            f"rank{'s' * (layout.world_size != 1)}, {self.num_heads} heads, "
+            f"{self.num_kv_heads} KV heads, {'causal' if self.is_causal else 'not causal'}, "
             f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
         )
-        rows = [("rank", "positions", "local tiles", "pairs", "rows received", "rows sent")]
-        for rank in map(self.rank, shown):
-            figures = (
-                rank.index,
-                layout.local_length(rank.index),
-                len(rank.local),
-                rank.pairs,
-                rank.total_received_rows,
-                rank.total_sent_rows,
-            )
-            rows.append(tuple(map(str, figures)))  # type: ignore[arg-type]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
-        ]
-        left = layout.world_size - len(shown)
-        return "\n".join([title, *lines, *[f"and {left} more ranks"] * (left > 0)])
 
 
 def plan_attention(

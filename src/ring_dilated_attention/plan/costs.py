@@ -146,19 +146,15 @@ def _pairs_before(plan: AttentionPlan, position: int) -> int:
 
 
 def enumerated(plan: AttentionPlan) -> int:
-    """How many things `check_plan` looks at, about: what its time and memory grow with.
+    """How many things `check_plan` looks at, at most: what its time and memory grow with.
 
-    They are (branch, KV head, query, key) quadruples, positions, the segments of every KV head,
+    They are (branch, KV head, query, key) quadruples, the positions of every branch and KV head,
     and the steps of every rank.
     """
-    segments = sum(
-        -(-(stop - start) // min(length or stop - start, stop - start))
-        for start, stop in pairwise(plan.documents)
-        for length, _ in plan.pattern.branches
-    )
     size = TensorSize(batch=1, head_dim=1, element_size=1)
     pairs = sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
-    return pairs + plan.layout.length + segments * plan.num_kv_heads + plan.layout.world_size**2
+    rows = plan.layout.length * len(plan.pattern.branches) * plan.num_kv_heads
+    return pairs + rows + plan.layout.world_size**2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,6 @@ from .rows import (
 _MANY = 8
 """Tiles that differ in start and length alone are kept together if there are at least this many."""
 
-MOST_TWINS = 4096
-"""Kinds of runs whose tiles a `Tiling` keeps, at about a kilobyte each: documents of ever new
-lengths would make it grow without end."""
-
 
 class _HeadRows(NamedTuple):
     """Rows of one head in a tile."""
@@ -51,15 +47,6 @@ class _HeadRows(NamedTuple):
     query_count: int
     key: int
     key_count: int
-
-
-class _Twin(NamedTuple):
-    """A tile whose queries are its keys, in a single segment that starts at local row 0."""
-
-    heads: range
-    start: int
-    length: int
-    head_stride: int
 
 
 @lru_cache(maxsize=64)
@@ -152,8 +139,9 @@ class Tiling:
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
         for kind, single in alike.items():
             longer = [(run.size - kind[1]) // rate for run in single]
-            for heads, first, length, step in self._twins(branch, *kind):
-                starts, lengths = packed.setdefault((heads, step), ([], []))
+            for tile in _twins(self, branch, *kind):
+                first, length, _, step, _ = tile.queries
+                starts, lengths = packed.setdefault((tile.heads, step), ([], []))
                 starts.extend([run.local + first for run in single])
                 lengths.extend([length + x for x in longer])
         many: list[PackedTiles] = []
@@ -173,29 +161,10 @@ class Tiling:
         kind = _kind(run, rate)
         more = (run.size - kind[1]) // rate
         stride = run.size if run.copies > 1 else 0
-        for heads, first, length, step in self._twins(branch, *kind):
+        for tile in _twins(self, branch, *kind):
+            first, length, _, step, _ = tile.queries
             rows = Rows(run.local + first, length + more, rate, step, stride)
-            yield Tile(branch, heads, run.copies, self.is_causal, rows, rows)
-
-    def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
-        """The tiles of `count` positions, `phase` behind the start of their segment."""
-        kind = branch, phase, count
-        twins = self.known_twins.get(kind)
-        if twins is None:
-            part = Part(phase, phase + count, 0, 0, 0, phase + count)
-            twins = tuple(
-                _Twin(tile.heads, tile.queries.start, tile.queries.length, tile.queries.head_stride)
-                for tile in self.tiles(Link(branch, part, part, 0, phase + count))
-            )
-            if len(self.known_twins) >= MOST_TWINS:
-                self.known_twins.clear()
-            self.known_twins[kind] = twins
-        return twins
-
-    @cached_property
-    def known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:
-        """Tiles of runs, by branch, phase and number of positions; at most `MOST_TWINS`."""
-        return {}
+            yield Tile(branch, tile.heads, run.copies, self.is_causal, rows, rows)
 
     def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
         """Per (branch, segment, part of the sender), the (head, positions) that queries need."""
@@ -271,6 +240,13 @@ class Tiling:
             chain.append((link, heads))
         if chain:
             yield chain
+
+
+@lru_cache(maxsize=4096)
+def _twins(tiling: Tiling, branch: int, phase: int, count: int) -> tuple[Tile, ...]:
+    """The tiles of `count` local rows, `phase` positions behind the start of their segment."""
+    part = Part(phase, phase + count, 0, 0, 0, phase + count)
+    return tuple(tiling.tiles(Link(branch, part, part, 0, phase + count)))
 
 
 def _kind(run: OwnRun, rate: int) -> tuple[int, int]:
@@ -552,24 +528,17 @@ def _zero_key_tiles(
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)
     full = -(-w // rate)
-    offsets = dict(tiling.heads[branch])
     for start, stop, count in own_segments(part, length):
         size, first_row = stop - start, part.local_row(max(start, part.start))
         if full * rate == size or (left_out is not None and left_out.has(first_row)):
             continue  # as all full segments of a length that the rate divides
-        if part.start <= start and stop <= part.stop:
-            for tile in tiling.run_tiles(branch, OwnRun(size, 0, first_row, count)):
-                if zeros := full - tile.queries.length:
-                    yield tile._replace(keys=Rows(0, zeros, 0, 0))
-            continue
-        missing = {head: full - len(range(own, size, rate)) for head, own in offsets.items()}
+        missing = {head: full - len(range(o, size, rate)) for head, o in tiling.heads[branch]}
         for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
             # Heads of a tile have as many rows in the part, but not always in the segment.
-            first = 0
+            first, rows = 0, tile.queries
             for zeros, alike in groupby([missing[head] for head in tile.heads]):
                 heads = len(list(alike))
                 if zeros:
-                    rows = tile.queries
                     yield tile._replace(
                         heads=tile.heads[first : first + heads],
                         queries=rows._replace(start=rows.start + first * rows.head_stride),

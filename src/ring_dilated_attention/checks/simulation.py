@@ -244,7 +244,7 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         element_size=case.dtype.itemsize,
     )
     plan, device = case.plan(), torch.device(case.device)
-    whole = _inputs(case)
+    whole = [x.to(case.dtype) for x in case.inputs()]
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
     _run_alone(replace(case, documents=None), [x[:, :_WARM_UP] for x in whole], backward)
@@ -273,22 +273,6 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         errors=errors,
         problems=(*problems, *(text for report in reports for text in _disagreements(report))),
     )
-
-
-def _inputs(case: Case) -> list[torch.Tensor]:
-    """Whole query, key, value and dout, (batch, sequence, heads, head_dim), in the case's dtype.
-
-    `Case.inputs` would take four times as much memory for them.
-    """
-    generator = torch.Generator().manual_seed(case.seed)
-    return [
-        torch.randn(
-            (case.batch, case.layout.length, heads, case.head_dim),
-            generator=generator,
-            dtype=case.dtype,
-        ).to(case.device)
-        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
-    ]
 
 
 class _Ran(NamedTuple):

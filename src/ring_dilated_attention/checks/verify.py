@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -461,28 +460,6 @@ class Shard(NamedTuple):
     dvalue: torch.Tensor | None = None
 
 
-def positions_to_check(
-    pattern: DilatedPattern, layout: SequenceLayout, *, seed: int, each: int = 2
-) -> list[int]:
-    """Positions at random, `each` in every branch and on both sides of every border of ranks.
-
-    A position is in a branch where head 0 takes part in it there.
-    """
-    random, length = Random(seed), layout.length
-    positions = {0, length - 1}
-    count = 1 if pattern.head_slice is None else pattern.head_slice.stop - pattern.head_slice.start
-    for branch, (w, rate) in enumerate(pattern.branches):
-        w = length if w is None else min(w, length)
-        offset = dict(pattern.heads(branch, count)).get(0, w)
-        for _ in range(each):
-            start = random.randrange(-(-length // w)) * w
-            rows = range(start + offset, min(start + w, length), rate)
-            positions.update(random.sample(rows, min(1, len(rows))))
-    borders = {border for ranges in layout.ranges for each in ranges for border in each}
-    near = {position for border in borders for position in (border - 1, border)}
-    return sorted(positions | {p for p in near if 0 <= p < length})
-
-
 def spot_check(
     shard: Shard,
     pattern: DilatedPattern,
@@ -545,24 +522,20 @@ def _check_spots(
     """Raise unless `spot_check` can tell what the rows should be."""
     if pattern.zero_keys:
         raise ValueError("pattern must have no zero keys, which a spot check leaves out")
-    shape = shard.query.shape
+    shape = tuple(shard.query.shape)
     if len(shape) != 4 or shape[0] != 1:
-        raise ValueError(f"a spot check takes a batch of 1; got query {tuple(shape)}")
-    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
+        raise ValueError(f"a spot check takes a batch of 1; got query {shape}")
+    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {shape}")
     for name, tensor in shard._asdict().items():
-        expected = (1, shape[2], shape[1]) if name == "lse" else tuple(shape)
+        expected = (1, shape[2], shape[1]) if name == "lse" else shape
         if tensor is not None and tuple(tensor.shape) != expected:
-            got = f"as query has {tuple(shape)}; got {tuple(tensor.shape)}"
-            raise ValueError(f"{name} must have shape {expected}, {got}")
+            raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}")
     if len({x is None for x in shard[5:]}) > 1:
         raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
-    for name, numbers, stop in (
-        ("head", [head], shape[2]),
-        ("positions", positions, layout.length),
-    ):
-        for number in numbers:
-            if not 0 <= check_int(name, number) < stop:
-                raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
+    limits = [("head", head, shape[2]), *(("positions", p, layout.length) for p in positions)]
+    for name, number, stop in limits:
+        if not 0 <= check_int(name, number) < stop:
+            raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
 
 
 def _rows_at(
@@ -572,14 +545,13 @@ def _rows_at(
 
     Each rank puts the rows of its shard among zeros, and all ranks' are added up.
     """
-    places: list[int] = []
-    local: list[int] = []
-    before = 0
-    for start, stop in layout.ranges[ends.rank]:
-        held = [(place, p) for place, p in enumerate(positions) if start <= p < stop]
-        places.extend(place for place, _ in held)
-        local.extend(before + p - start for _, p in held)
-        before += stop - start
+    held = [
+        (place, piece.local + position - piece.start)
+        for place, position in enumerate(positions)
+        for piece in layout.pieces
+        if piece.rank == ends.rank and piece.start <= position < piece.stop
+    ]
+    places, local = ([pair[i] for pair in held] for i in (0, 1))
     found = {}
     for name, tensor in shard._asdict().items():
         if tensor is None:

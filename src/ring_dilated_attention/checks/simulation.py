@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange, Pending, SoloExchange, run_loopback
-from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
 from ..plan import RankPlan, costs, lower
 from ..tiles import accumulate_dtype
 from .reference import relative_error
-from .verify import TENSORS, TOLERANCE, Case
+from .verify import TENSORS, TOLERANCE, Case, attend
 
 _WARM_UP = 64  # positions
 
@@ -302,20 +301,7 @@ def _run(
     *leaves, dout = tensors
     query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
     turns.take()
-    out, lse = dilated_attention(
-        query,
-        key,
-        value,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
-        group=turns if turns.world_size > 1 else None,
-        layout=layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        return_lse=True,
-    )
+    out, lse = attend(case, query, key, value, layout, turns)
     passes = [turns.take()]
     held = costs.Memory(
         query=query.nbytes,

@@ -275,6 +275,35 @@ class Outcome:
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
 
+def attend(
+    case: Case,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SequenceLayout,
+    ends: Exchange,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of the call that a case describes, on one rank of a layout."""
+    return dilated_attention(
+        query,
+        key,
+        value,
+        case.pattern,
+        is_causal=case.is_causal,
+        scale=case.scale,
+        documents=case.documents,
+        group=ends if ends.world_size > 1 else None,
+        layout=layout,
+        exchange=case.exchange,
+        backend=case.backend,
+        workspace=case.workspace,
+        branch_gradients=case.branch_gradients,
+        return_lse=True,
+        **options,
+    )
+
+
 def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference.
 
@@ -291,23 +320,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
         options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
     before = ends.sent_bytes
-    out, lse = dilated_attention(
-        query,
-        key,
-        value,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
-        group=ends if ends.world_size > 1 else None,
-        layout=case.layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        workspace=case.workspace,
-        branch_gradients=case.branch_gradients,
-        return_lse=True,
-        **options,
-    )
+    out, lse = attend(case, query, key, value, case.layout, ends, **options)
     gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
     names = (f"d{name}" for name in INPUTS if name in case.wanted)
     actual = {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}

@@ -305,7 +305,7 @@ def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
     """See `Step.storing`."""
     if message is None:
         return 0
-    read = [group.keys_read for group in groups]
+    read = [sum(len(x.heads) * x.keys.length for x in group.tiles) for group in groups]
     return len(read) if sum(read) == message.slots else int(read[0] == message.slots)
 
 

@@ -174,11 +174,6 @@ class TileGroup:
         """All of them, one by one."""
         return (*self.single, *chain.from_iterable(many.tiles() for many in self.packed))
 
-    @property
-    def keys_read(self) -> int:
-        """How many (row, head) pairs the tiles have as keys."""
-        return sum(len(t.heads) * t.segments * t.keys.length for t in self.tiles)
-
 
 class Run(NamedTuple):
     """Rows of a message: row i of head number j goes to slot ``slot + j * rows.length + i``."""

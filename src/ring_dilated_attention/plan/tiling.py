@@ -132,18 +132,21 @@ class Tiling:
         tiles: list[Tile] = []
         alike: dict[tuple[int, int], list[OwnRun]] = {}
         for run in runs:
-            if run.copies == 1:
-                alike.setdefault(_kind(run, rate), []).append(run)
-            else:
-                tiles.extend(self.run_tiles(branch, run))
+            alike.setdefault(_kind(run, rate), []).append(run)
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
-        for kind, single in alike.items():
+        for kind, own in alike.items():
+            single = [run for run in own if run.copies == 1]
             longer = [(run.size - kind[1]) // rate for run in single]
             for tile in _twins(self, branch, *kind):
                 first, length, _, step, _ = tile.queries
                 starts, lengths = packed.setdefault((tile.heads, step), ([], []))
                 starts.extend([run.local + first for run in single])
                 lengths.extend([length + x for x in longer])
+                for size, _, local, copies in own:
+                    if copies > 1:
+                        more = (size - kind[1]) // rate
+                        rows = Rows(local + first, length + more, rate, step, size)
+                        tiles.append(tile._replace(segments=copies, queries=rows, keys=rows))
         many: list[PackedTiles] = []
         for (heads, step), (starts, lengths) in packed.items():
             found = PackedTiles(
@@ -154,17 +157,6 @@ class Tiling:
             else:
                 tiles.extend(found.tiles())
         return TileGroup(tuple(tiles), tuple(many)) if tiles or many else None
-
-    def run_tiles(self, branch: int, run: OwnRun) -> Iterator[Tile]:
-        """The tiles of a run whose positions are queries and keys alike."""
-        rate = self.pattern.dilation_rates[branch]
-        kind = _kind(run, rate)
-        more = (run.size - kind[1]) // rate
-        stride = run.size if run.copies > 1 else 0
-        for tile in _twins(self, branch, *kind):
-            first, length, _, step, _ = tile.queries
-            rows = Rows(run.local + first, length + more, rate, step, stride)
-            yield Tile(branch, tile.heads, run.copies, self.is_causal, rows, rows)
 
     def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
         """Per (branch, segment, part of the sender), the (head, positions) that queries need."""

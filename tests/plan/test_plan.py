@@ -1,7 +1,4 @@
-import os
 import random
-import subprocess
-import sys
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -413,30 +410,6 @@ def test_which_groups_of_a_step_may_write_over_its_slots():
     plan = plan_attention(DilatedPattern([64, 64], [2, 4]), layout, is_causal=False, num_heads=4)
     step = plan.rank(0).step(1)
     assert len(step.groups) == step.storing == 2
-
-
-@pytest.mark.slow
-def test_plans_do_not_depend_on_hash_seeds():
-    """Processes of one group have different ones, and must plan the same messages."""
-    code = (
-        "from ring_dilated_attention import *\n"
-        "pattern = DilatedPattern([5, 16, None], [1, 2, 3])\n"
-        "layout = SequenceLayout.zigzag(61, 3)\n"
-        "plan = plan_attention(pattern, layout, num_heads=6, num_kv_heads=3, is_causal=True)\n"
-        "print([[step for step in plan.rank(rank).steps()] for rank in range(3)])\n"
-    )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert len(found[0]) > 1000
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("seed", range(60))

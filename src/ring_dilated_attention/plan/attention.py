@@ -25,9 +25,9 @@ from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from . import cache
-from .rows import Link, Message, OwnRuns, Tile, TileGroup, own_runs
+from .rows import Link, Message, OwnRun, OwnRuns, Tile, TileGroup, join_runs, own_runs
 from .spec import FEW_ADDITIONS, PlanSpec
-from .tiling import OwnWork, group_tiles, own_work, zero_key_groups
+from .tiling import FlaggedRows, OwnWork, group_tiles, own_ranges, zero_key_groups
 
 _T = TypeVar("_T")
 
@@ -120,16 +120,32 @@ class RankPlan:
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
         """
-        links = self._links_from(self.index)
-        given = self.plan.tiling, self._own_branches, self._parts
-        return own_work(*given, links, self._grouped, by_rows)
-
-    def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
-        """The tiles of links between parts of this rank: the same objects for both directions."""
-        tiling = self.plan.tiling
-        return self._once(
-            links, lambda: group_tiles((link, list(tiling.tiles(link))) for link in links)
+        tiling, links = self.plan.tiling, self._links(self.index, receives=True)
+        groups: list[TileGroup] = []
+        apart: list[Link] = []
+        chosen: dict[int, FlaggedRows] = {}
+        for branch, length in self._own_branches:
+            left: Sequence[OwnRun] = self._own_runs(length)
+            if by_rows is not None:
+                flags = by_rows(branch, self._own_runs(length))
+                chosen[branch] = FlaggedRows(left, flags)
+                left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+            between = [link for link in links if link.branch == branch]
+            if between:
+                left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
+            apart += between
+            own = tiling.own_group(branch, left)
+            groups.extend([own] if own else [])
+        # The same objects for both directions, which kernels' tables are kept by.
+        crossing = self._once(
+            tuple(apart), lambda: group_tiles((link, list(tiling.tiles(link))) for link in apart)
         )
+        ranges = tuple(own_ranges(self._parts, chosen))
+        zero_keys = zero_key_groups(tiling, self._parts, chosen)
+        return OwnWork(ranges, tuple(groups), crossing, zero_keys)
+
+    def _own_runs(self, length: int | None) -> OwnRuns:
+        return self._once(("runs", length), partial(own_runs, self._parts, length))
 
     def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
         if key not in self._known:
@@ -151,7 +167,7 @@ class RankPlan:
         """About how many (query, key) pairs `own_work` computes, over all KV heads."""
         tiling, pairs = self.plan.tiling, 0.0
         for branch, length in self._own_branches:
-            runs, rate = own_runs(self._parts, length), tiling.pattern.dilation_rates[branch]
+            runs, rate = self._own_runs(length), tiling.pattern.dilation_rates[branch]
             squares = runs.squares / rate**2
             seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
             pairs += len(tiling.heads[branch]) * seen
@@ -229,7 +245,7 @@ class RankPlan:
 
     def _arrival(self, sender: int) -> tuple[Message | None, tuple[TileGroup, ...], int]:
         """A message like that from `sender`, the tiles that read it, and `Step.storing`."""
-        tiling, links = self.plan.tiling, self._links_from(sender)
+        tiling, links = self.plan.tiling, self._links(sender, receives=True)
 
         def make() -> tuple[Message | None, tuple[TileGroup, ...], int]:
             message, slots = tiling.message(sender, self.index, links)
@@ -243,28 +259,25 @@ class RankPlan:
 
     def _departure(self, receiver: int) -> Message | None:
         """A message like that to `receiver`."""
-        links = self._links_to(receiver)
+        links = self._links(receiver, receives=False)
         make = partial(self.plan.tiling.message, self.index, receiver, links)
         return self._once(("to", *self._places(links)), make)[0]
 
-    def _links_from(self, sender: int) -> list[Link]:
-        """This rank's queries that see keys of `sender`."""
-        parts = self.plan.parts_of(sender) if self._seen else ()
+    def _links(self, other: int, *, receives: bool) -> list[Link]:
+        """This rank's queries that see keys of `other`, or the reverse: queries of `other`."""
+        spans = self._seen if receives else self._shown
+        parts = self.plan.parts_of(other) if spans else ()
         return [
-            Link(span.branch, other, span.part, span.start, span.stop)
-            for span in self._seen
-            for other in parts
-            if span.reaches(other)
-        ]
-
-    def _links_to(self, receiver: int) -> list[Link]:
-        """Queries of `receiver` that see this rank's keys."""
-        parts = self.plan.parts_of(receiver) if self._shown else ()
-        return [
-            Link(span.branch, span.part, other, span.start, span.stop)
-            for span in self._shown
-            for other in parts
-            if span.reaches(other)
+            Link(
+                span.branch,
+                part if receives else span.part,
+                span.part if receives else part,
+                span.start,
+                span.stop,
+            )
+            for span in spans
+            for part in parts
+            if span.reaches(part)
         ]
 
     def _places(self, links: Sequence[Link]) -> list[Hashable]:

@@ -1,14 +1,14 @@
 """From links and runs to tiles and messages: rows as evenly spaced local rows, heads batched.
 
 `group_tiles` joins tiles of links between different parts where they make one, and puts them into
-few groups. `own_work` splits what a rank computes of its own positions: row by row, or by tiles.
+few groups. `own_ranges` are the rows that a rank computes row by row, in place of tiles.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby
@@ -21,7 +21,6 @@ from .rows import (
     Link,
     Message,
     OwnRun,
-    OwnRuns,
     PackedTiles,
     Part,
     Rows,
@@ -29,8 +28,6 @@ from .rows import (
     Tile,
     TileGroup,
     dilated_rows,
-    join_runs,
-    own_runs,
     own_segments,
     union_size,
 )
@@ -392,49 +389,7 @@ class OwnWork(NamedTuple):
     zero_keys: tuple[TileGroup, ...]
 
 
-def own_work(
-    tiling: Tiling,
-    branches: Sequence[tuple[int, int | None]],
-    parts: Sequence[Part],
-    links: Sequence[Link],
-    group_links: Callable[[tuple[Link, ...]], tuple[TileGroup, ...]],
-    by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
-) -> OwnWork:
-    """Split the work of a rank on its own positions.
-
-    Args:
-        tiling: of the pattern.
-        branches: number and segment length of each (None: no document is longer), in the order in
-            which groups are to come.
-        parts: what the rank holds.
-        links: between two different ones of these parts.
-        group_links: makes the tiles of links.
-        by_rows: of each run of a branch, whether it is computed row by row; None: none is.
-    """
-    groups: list[TileGroup] = []
-    apart: list[Link] = []
-    runs: dict[int | None, OwnRuns] = {}
-    chosen: dict[int, _Chosen] = {}
-    for branch, length in branches:
-        if length not in runs:
-            runs[length] = own_runs(parts, length)
-        left: Sequence[OwnRun] = runs[length]
-        if by_rows is not None:
-            flags = by_rows(branch, runs[length])
-            chosen[branch] = _Chosen(left, flags)
-            left = [run for run, flag in zip(left, flags, strict=True) if not flag]
-        between = [link for link in links if link.branch == branch]
-        if between:
-            left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
-        apart += between
-        own = tiling.own_group(branch, left) if left else None
-        groups.extend([own] if own else [])
-    crossing = group_links(tuple(apart))
-    ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
-    return OwnWork(ranges, tuple(groups), crossing, zero_key_groups(tiling, parts, chosen))
-
-
-def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[OwnRange]:
+def own_ranges(parts: Sequence[Part], chosen: Mapping[int, FlaggedRows]) -> Iterator[OwnRange]:
     """Parts, cut where the branches that are computed row by row change."""
     changes: dict[int, int] = {}  # which branches change at a local row
     for branch, each in chosen.items():
@@ -455,24 +410,21 @@ def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[Ow
             yield OwnRange(start, stop, shift, document, low, stop, kinds[number])
 
 
-class _Chosen:
+class FlaggedRows:
     """Which local rows are computed row by row: those of the runs that are flagged.
 
     Attributes:
         first: whether the first run is.
-        any: whether some run is.
         borders: rows at which that changes.
     """
 
     def __init__(self, runs: Sequence[OwnRun], flags: Sequence[bool]) -> None:
-        self.first, self.any = bool(flags) and flags[0], any(flags)
-        self.borders: list[int] = []
-        if self.any and not all(flags):
-            self.borders = [
-                run.local
-                for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
-                if flag is not last
-            ]
+        self.first = bool(flags) and flags[0]
+        self.borders = [
+            run.local
+            for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
+            if flag is not last
+        ]
 
     def has(self, row: int) -> bool:
         """Whether a row is."""
@@ -480,7 +432,7 @@ class _Chosen:
 
 
 def zero_key_groups(
-    tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, _Chosen] | None = None
+    tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, FlaggedRows] | None = None
 ) -> tuple[TileGroup, ...]:
     """The queries of `parts` that see zero keys, and how many.
 
@@ -515,7 +467,7 @@ def zero_key_groups(
 
 
 def _zero_key_tiles(
-    tiling: Tiling, branch: int, part: Part, left_out: _Chosen | None
+    tiling: Tiling, branch: int, part: Part, left_out: FlaggedRows | None
 ) -> Iterator[Tile]:
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)

@@ -234,8 +234,9 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     """
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {in_brief(case)}")
-    if case.lengths is not None:
-        raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
+    if case.lengths is not None or case.branch_gradients != "exact":
+        got = f"lengths {case.lengths}, branch_gradients={case.branch_gradients!r}"
+        raise ValueError(f"a simulated case has no padding and exact gradients; got {got}")
     size = costs.TensorSize(
         batch=check_positive_int("batch", case.batch),
         head_dim=check_positive_int("head_dim", case.head_dim),

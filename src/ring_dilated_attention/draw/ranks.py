@@ -100,8 +100,7 @@ def timeline(
 ) -> list[tuple[int, str, int, float, float]]:
     """Model when each rank computes, receives and waits in a forward call.
 
-    Ranks compute at `TFLOPS` and receive at `LINK_GB_S`; nothing else takes time. A ring asks for
-    the keys of the next step when it has those of this one, a gather for all of them at the start.
+    Each runs its program: it computes at `TFLOPS` and receives at `LINK_GB_S`, nothing else counts.
 
     Returns:
         (rank, "compute", "receive" or "wait", whose keys, start, stop), in seconds.
@@ -110,8 +109,7 @@ def timeline(
     found = []
     for rank in range(plan.layout.world_size):
         now = free = 0.0  # when the rank, and its link, have nothing to do
-        started: deque[tuple[int, float, float]] = deque()
-        peer = rank
+        peer, started = rank, deque[tuple[int, float, float]]()
         for action in lower(plan.rank(rank), gathers=plan.gathers, backward=False):
             if action.kind == "fetch":
                 begin = max(now, free)

@@ -199,8 +199,8 @@ class Tiling:
             return None, first_slots
         of_parts = Counter(start for _, start, _ in {link.message_entry for link in links})
         # Only entries of the same part can share rows.
-        rows = slots if of_parts.most_common(1)[0][1] == 1 else self._count(links)
-        return Message(sender, receiver, tuple(runs), slots, rows), first_slots
+        distinct = slots if of_parts.most_common(1)[0][1] == 1 else self._count(links)
+        return Message(sender, receiver, tuple(runs), slots, distinct), first_slots
 
     def _count(self, links: Iterable[Link]) -> int:
         """Distinct (row, head) pairs in the message of these links."""

@@ -161,7 +161,8 @@ class _World:
             if step.groups:
                 raise PlanError(f"{step} computes tiles but receives nothing")
             return
-        slots, needed = self._slots(step.receive), set()
+        slots = self._slots(step.receive)
+        needed: set[tuple[int, int]] = set()
         for tile in step.tiles:
             if tile.is_causal:
                 raise PlanError(f"a tile with remote keys is diagonal: {tile}")
@@ -174,7 +175,8 @@ class _World:
 
     def _slots(self, message: Message) -> list[tuple[int, int]]:
         """The head and the position of each slot."""
-        held, slots = self.held[message.sender], []
+        held = self.held[message.sender]
+        slots: list[tuple[int, int]] = []
         for run in message.runs:
             if run.slot != len(slots):
                 raise PlanError(f"run {run} does not start at slot {len(slots)}")

@@ -71,11 +71,16 @@ class Balance:
 
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     """Bytes that a rank exchanges: K and V of each needed row; in backward its gradients too."""
-    moved: list[int] = []
-    for backward in (False, True):
-        program = lower(rank, gathers=rank.plan.gathers, backward=backward)
-        moved += map(sum, zip(*(action.nbytes(size) for action in program), strict=True))
-    return Traffic(*moved)
+    sent, received = rank.total_sent_rows, rank.total_received_rows
+    element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
+    rows, gradients = size.key_value_bytes, partial(size.key_value_bytes, element_size=element_size)
+    # Not from the programs, which are long where there are thousands of ranks.
+    return Traffic(
+        forward_sent=rows(sent),
+        forward_received=rows(received),
+        backward_sent=rows(sent) + gradients(received),
+        backward_received=rows(received) + gradients(sent),
+    )
 
 
 def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> Memory:

@@ -9,8 +9,8 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (889, 4),
-    "checks": (1_720, 6),
-    "cli": (1_017, 6),
+    "checks": (1_652, 6),
+    "cli": (1_014, 6),
     "decode": (1_557, 6),
     "draw": (682, 4),
     "engine": (2_181, 8),
@@ -19,12 +19,12 @@ BUDGET = {
     "kernels": (3_386, 10),
     "nn": (3_306, 14),
     "parallel": (1_083, 4),
-    "plan": (3_061, 9),
+    "plan": (2_772, 9),
     "the root": (2_126, 9),
     "tiles": (1_000, 6),
     "torch_op": (1_013, 5),
 }
-MOST_TESTS = 21_900
+MOST_TESTS = 21_800
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -24,7 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..plan import AttentionPlan, costs
+    from ..plan import AttentionPlan, RankPlan, costs
 
 SHOWN_ALL, SHOWN_FEW = 16, 4
 """Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
@@ -89,7 +89,7 @@ def plan(
         raise ValueError(f"--ranks must be a multiple of --hosts; got {ranks} and {hosts}")
     if check:
         _prove(planned)
-    shown = [_figures(planned, rank, size) for rank in shown_ranks(ranks)]
+    shown = [_figures(planned, planned.rank(x), size) for x in shown_ranks(ranks)]
     verdict = [
         *_traffic_in_words(planned, shown),
         *work_in_words(planned, size),
@@ -129,19 +129,18 @@ def shown_ranks(ranks: int) -> Sequence[int]:
     return [(ranks - 1) * i // (SHOWN_FEW - 1) for i in range(SHOWN_FEW)]
 
 
-def _figures(plan: AttentionPlan, number: int, size: costs.TensorSize) -> dict[str, Any]:
+def _figures(plan: AttentionPlan, rank: RankPlan, size: costs.TensorSize) -> dict[str, Any]:
     """The figures of a rank in tables and JSON: bytes, operations and positions."""
-    from ..plan import costs
+    from ..plan import costs, lower
 
-    rank = plan.rank(number)
     held = costs.memory(rank, size)
-    steps = [x for part in rank.rounds(gathers=plan.gathers) for x in part.steps()]
+    program = lower(rank, gathers=plan.gathers, backward=False)
     return {
-        "rank": number,
-        "positions": plan.layout.local_length(number),
-        "flops": costs.flops_of_rank(plan, size, number),
-        "senders": len({step.receive.sender for step in steps if step.receive is not None}),
-        "messages": sum(step.send is not None for step in steps),
+        "rank": rank.index,
+        "positions": plan.layout.local_length(rank.index),
+        "flops": costs.flops_by_rank(plan, size)[rank.index],
+        "senders": len({action.receives[0] for action in program if action.receives is not None}),
+        "messages": sum(action.sends is not None for action in program),
         "traffic_bytes": asdict(costs.traffic(rank, size)),
         "memory_bytes": {**asdict(held), "total": held.total},
     }
@@ -257,14 +256,12 @@ def _predict(
     """Add predicted times to the figures of ranks; return those of the slowest, in words."""
     from ..plan import costs
 
-    each = plan.layout.world_size // hosts
-    rates, host_of = h200_rates(size), costs.host_of_ranks(hosts, each)
-    times = []
+    rates, times = h200_rates(size), []
     with working("predict"):
         for figures in shown:
             rank = plan.rank(figures["rank"])
             for name in ("forward", "backward"):
-                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=host_of)
+                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
                 figures[name] = asdict(way)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
     forward, backward = max(times, key=sum)
@@ -272,7 +269,8 @@ def _predict(
     return (
         f"predicted by a cost model, not measured: forward {in_seconds(forward)}, with backward "
         f"{in_seconds(forward + backward)}, {share:.0%} of the rate of one GPU with a sequence as "
-        f"long as a shard ({count_of(hosts, 'host')} of {each} H200, "
+        f"long as a shard ({count_of(hosts, 'host')} of "
+        f"{plan.layout.world_size // hosts} H200, "
         f"{LINK_GB_S:g} GB/s per GPU inside a host, {NETWORK_GB_S:g} between hosts)"
     )
 

@@ -323,7 +323,7 @@ def _forward_flops(
     for rows, plan in plan_rows(flat, shape, int(key[2]), ends.world_size):
         batch = len(range(shape[0])[rows])
         size = costs.TensorSize(batch=batch, head_dim=shape[3], element_size=1)
-        flops += costs.flops_of_rank(plan, size, ends.rank)
+        flops += costs.flops_by_rank(plan, size)[ends.rank]
     return flops
 
 

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (682, 4),
     "engine": (2_243, 8),
     "exchange": (1_913, 8),
-    "integrations": (4_034, 11),
+    "integrations": (3_709, 11),
     "kernels": (3_370, 10),
     "nn": (3_476, 14),
     "parallel": (1_085, 4),

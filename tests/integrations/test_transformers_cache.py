@@ -224,9 +224,7 @@ def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
             patch.setattr(modeling_llama.LlamaMLP, "forward", broken)
             with pytest.raises(ZeroDivisionError):
                 model(NEXT, **{CACHE: cache})
-        with pytest.raises(
-            ValueError, match=r"different lengths .*, \[\(41, 41\), \(42, 42\)\], .* reset"
-        ):
+        with pytest.raises(ValueError, match=r"different lengths, \[\(41, 41\), \(42, 42\)\]: res"):
             model(NEXT, **{CACHE: cache})
         cache.reset()
         want = model(IDS).logits
@@ -261,7 +259,7 @@ def test_padding_is_not_taken_back():
     model = ready()
     cache = DilatedCache(model, max_rewind=50)
     model(IDS, attention_mask=LEFT, **{CACHE: cache})
-    with pytest.raises(ValueError, match="at most 37 of 41 columns .* padding is not kept"):
+    with pytest.raises(ValueError, match=r"at most 37 of 41 columns .* padding is not kept"):
         cache.crop(-38)
     cache.crop(-37)
     assert cache.lengths == (4, 0)

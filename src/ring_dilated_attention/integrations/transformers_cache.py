@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -195,7 +194,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop everything: the next call brings a new prompt, of any batch."""
-        self.layers, self._columns, self._lengths = [], 0, []
+        self.layers: list[_Layer] = []
+        self._columns, self._lengths = 0, []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest columns, as assisted generation does with candidates it rejects.
@@ -255,14 +255,13 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     # A call of the model: `start`, then `update`, `taken` and `of_layer` for each, then `finish`.
 
-    def check_layers(self, lengths: Iterable[int]) -> None:
-        """Raise a ValueError unless all layers have rows of these lengths."""
+    def check_layers(self) -> None:
+        """Raise a ValueError unless all layers have rows as the cache says."""
         known = {layer.kv.known_lengths for layer in self.layers}
-        if known != {tuple(lengths)}:
+        if self._columns and known != {self.lengths}:
             raise ValueError(
-                f"the layers have different lengths in the KV cache, {sorted(known)}, where "
-                f"{tuple(lengths)} were expected: an earlier call failed, and reset() begins anew; "
-                "or the model's layers do not update their cache once in each call"
+                "an earlier call of the model with this cache failed, so its layers have "
+                f"different lengths, {sorted(known)}: reset() it and begin anew"
             )
 
     def start(self, after: list[int]) -> None:
@@ -305,7 +304,13 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     def finish(self, after: list[int], columns: int) -> None:
         """Note that a call has added columns; a ValueError if a layer has other rows."""
         self._is_called = False
-        self.check_layers(after)
+        known = {layer.kv.known_lengths for layer in self.layers}
+        if known != {tuple(after)}:
+            raise ValueError(
+                f"layers have added different numbers of rows to the KV cache, {sorted(known)}, "
+                f"where {tuple(after)} were expected: a DilatedCache is for models whose layers "
+                "update their cache once in each call"
+            )
         self._columns, self._lengths = self._columns + columns, list(after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:

@@ -351,7 +351,7 @@ def pattern_of_heads(
         return pattern
     projections = ([getattr(module, name, None) for name in names] for names in (_QUERY, _KEY))
     query_weight, key_weight = (
-        next((x.weight for x in found if getattr(x, "weight", None) is not None), None)
+        next((w for x in found if (w := getattr(x, "weight", None)) is not None), None)
         for found in projections
     )
     # Some models have their number of KV heads elsewhere in the config.
@@ -398,7 +398,7 @@ class Head:
 
     def counted(self) -> dict[str, Any]:
         """The divisor, to compare it with other ranks; empty where there is none."""
-        count = self.divisor
+        count: Any = self.divisor
         if isinstance(count, Tensor):
             count = count.item() if count.numel() == 1 else "a tensor"
         return {} if count is None else {"num_items_in_batch": count}

@@ -156,8 +156,8 @@ def prepared_with_cache(
     call.cache.start(call.after)
     dropped = ("cache_position", *CACHE_NAMES)
     kept = {key: value for key, value in given.items() if key not in dropped}
-    for key in ("input_ids", "inputs_embeds") if call.source is not None else ():
-        if kept.get(key) is not None:
+    for key in ("input_ids", "inputs_embeds"):
+        if call.source is not None and kept.get(key) is not None:
             kept[key] = _rows_at(kept[key], call.source)
     return {
         **kept,
@@ -249,8 +249,7 @@ def _call(
         )
     if why:
         raise ValueError(f"with a KV cache {why}")
-    if before:
-        cache.check_layers(cache.lengths)
+    cache.check_layers()
     columns = torch.arange(before + count, device=device)
     padding = check_padding(given.get("attention_mask"), Rows(batch, columns, 0))
     firsts = [before - n for n in cache.lengths] or [0] * batch
@@ -273,7 +272,7 @@ def _call(
     if (most := settings.positions.most) is not None and max(after) > most:
         raise ValueError(f"the model has embeddings of {most} positions; got {max(after)}")
     call = partial(
-        *(CachedCall, settings), cache=cache, columns=count, kept=min(kept, count), after=after
+        CachedCall, settings, cache=cache, columns=count, kept=min(kept, count), after=after
     )
     if before:
         return call(position_ids=places[:1] if len(set(firsts)) == 1 else places)

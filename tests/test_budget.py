@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (682, 4),
     "engine": (2_181, 8),
     "exchange": (1_593, 7),
-    "integrations": (3_564, 11),
+    "integrations": (3_574, 11),
     "kernels": (3_386, 10),
     "nn": (3_306, 14),
     "parallel": (1_083, 4),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class Settings:
     backend: Backend = "auto"
     head_slice: HeadSlice | None = None
     positions: Positions = ANY_POSITIONS
+    counted: set[str] = field(default_factory=set, compare=False)
+    """Has ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -126,7 +128,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     ends, layout = resolve_exchange(settings.group), settings.layout
     name, first = type(module).__name__, settings.positions.first
     mask, ids, head = (given.get(key) for key in ("attention_mask", "position_ids", NAME))
-    text_ids, counted = ids, {} if head is None else head.counted()
+    text_ids, counted = ids, {} if head is None else head.counted(settings.counted)
     if rotates_in_dimensions(module) and isinstance(ids, Tensor) and ends.world_size == 1:
         # M-RoPE: the first of four dimensions is that of the text, three have none of it.
         text_ids = {3: None, 4: ids[0]}.get(len(ids), ids) if ids.dim() == 3 else ids
@@ -396,12 +398,20 @@ class Head:
             labels=None if ranks == 1 or is_cached(given) or learns_next(model) else labels,
         )
 
-    def counted(self) -> dict[str, Any]:
-        """The divisor, to compare it with other ranks; empty where there is none."""
-        count: Any = self.divisor
-        if isinstance(count, Tensor):
-            count = count.item() if count.numel() == 1 else "a tensor"
-        return {} if count is None else {"num_items_in_batch": count}
+    def counted(self, before: set[str]) -> dict[str, Any]:
+        """The divisor, to compare it with other ranks; empty where there is none.
+
+        On a GPU its number is compared in the first call alone: to read it waits for the device.
+        """
+        count, name = self.divisor, "num_items_in_batch"
+        if count is None:
+            return {}
+        if not isinstance(count, Tensor):
+            return {name: count}
+        if count.numel() > 1 or (count.is_cuda and name in before):
+            return {name: "a tensor"}
+        before.add(name)
+        return {name: count.item()}
 
     def loss(self, logits: Tensor) -> Tensor:
         """Of logits (batch, local_sequence, classes): a shard's part of that of all tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -162,8 +162,9 @@ def document_borders(
     Positions behind the valid ones are padding and belong to no document.
 
     Args:
-        documents: cumulative lengths ``[0, ..., total]``; None: one document. With `length` they
-            may end anywhere from `length` on, and are cut off there.
+        documents: cumulative lengths ``[0, ..., total]``; None: one document. Documents of length 0
+            are left out, as are those that pad a list to a fixed number of them: ``[0, 5, 9, 9]``.
+            With `length` they may end anywhere from `length` on, and are cut off there.
         length: number of valid positions; None: all.
         total: number of positions of the whole sequence.
 
@@ -179,7 +180,7 @@ def document_borders(
     stop = total if length is None else length
     if documents is None:
         return (0, stop) if stop else (0,)
-    borders = tuple(documents)
+    borders = tuple(border for border, _ in groupby(documents))
     rises = borders[:1] == (0,) and all(map(operator.lt, borders, borders[1:]))
     if not (rises and stop <= borders[-1] <= total):
         end = f"{total}" if length is None else f"{stop} or more, up to {total}"

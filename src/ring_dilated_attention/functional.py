@@ -109,8 +109,8 @@ def dilated_attention(
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
             into segments on its own, a segment length of None is the whole document, and attention
             never crosses a border; ranks may hold any parts of any documents. A document may be
-            empty, so ``cu_seqlens`` may be padded at the end with n. All rows of the batch
-            have the same documents. Under torch.compile, another number of documents is another
+            empty, so ``cu_seqlens`` may be padded at the end with n. All rows of the batch have the
+            same documents. Under torch.compile, another number of documents is another
             graph where they are ints, and not where they are a tensor. None: one document.
         lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
             positions of the whole sequence, 0 to n, and padding behind them. A row gives exactly
@@ -132,8 +132,8 @@ def dilated_attention(
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`
         also lse (batch, heads, local_sequence), natural logarithm, float32 (float64 for float64
-        inputs), with its gradient (as for a z-loss, or to merge results by hand). Under autocast the inputs are cast as they are for
-        `scaled_dot_product_attention`.
+        inputs), with its gradient (as for a z-loss, or to merge results by hand). Under autocast
+        the inputs are cast as they are for `scaled_dot_product_attention`.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised

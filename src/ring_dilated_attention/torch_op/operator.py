@@ -125,8 +125,8 @@ BACKWARD = define(
     f"Tensor lse, Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
 )
-"""(dout, dlse, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
-dvalue), contiguous, each as its input. dlse, like lse, is None where nothing depends on lse."""
+"""(dout, dlse, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery,
+dkey, dvalue), contiguous, each as its input. dlse is like lse, or None: nothing depends on it."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -156,8 +156,8 @@ class RingDilatedAttention(torch.autograd.Function):
     Where branch weights are taken for constants, delta is that of the tile's branch: rowsum(dO_i *
     its own O_i), which is worked out again; L_i is the merged one.
 
-    A gradient dL_i of the lse adds P * dL_i to P * (dO_t V_t^T - delta_i). The same kernels do that
-    for a V_t with one more column of 1, a dO_i with one more of dL_i, and an O_i with one more of 0.
+    A gradient dL_i of the lse adds P * dL_i to P * (dO_t V_t^T - delta_i). The same kernels do
+    that for one more column: of 1 in V_t, of dL_i in dO_i, and of 0 in O_i.
 
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of

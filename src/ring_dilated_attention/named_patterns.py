@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .pattern import DilatedPattern, HeadOffsets, check_choice
 
@@ -58,22 +58,31 @@ _NAMED: dict[str, NamedPattern] = {
     "dense": NamedPattern(pattern=DilatedPattern.dense(), num_heads=16, head_dim=128),
 }
 
-NAMES = tuple(_NAMED)
+GEOMETRIC = "geometric"
+"""LongNet's series as far as a sequence goes, see `DilatedPattern.geometric`; LongNet's shape."""
+
+NAMES = (*_NAMED, GEOMETRIC)
 
 DEFAULT_NAME = "longnet"
 
 
-def named(name: str) -> NamedPattern:
+def named(name: str, length: int | None = None) -> NamedPattern:
     """The pattern called `name` and its shape.
 
     Args:
         name: one of `NAMES`.
+        length: positions of the sequence, on which ``"geometric"`` alone depends.
 
     Raises:
-        ValueError: there is no such pattern; the message lists `NAMES`.
+        ValueError: there is no such pattern (the message lists `NAMES`), or no length for
+            ``"geometric"``.
     """
     check_choice("pattern", name, NAMES)
-    return _NAMED[name]
+    if name != GEOMETRIC:
+        return _NAMED[name]
+    if length is None:
+        raise ValueError(f"the pattern {name!r} needs the length of the sequence")
+    return replace(_NAMED["longnet"], pattern=DilatedPattern.geometric(length))
 
 
 def given_pattern(
@@ -81,6 +90,7 @@ def given_pattern(
     segment_lengths: Sequence[int | None] | None,
     dilation_rates: Sequence[int] | None,
     *,
+    seq_len: int,
     head_offsets: HeadOffsets | None = None,
     zero_keys: bool = False,
 ) -> NamedPattern:
@@ -91,6 +101,7 @@ def given_pattern(
         segment_lengths: of a pattern without a name, one per branch, with `dilation_rates`; an
             entry None: the whole sequence. The shape is then 12 heads of 64, bfloat16.
         dilation_rates: one for each of `segment_lengths`.
+        seq_len: see `named`.
         head_offsets: with `segment_lengths`; None: ``"interleaved"``.
         zero_keys: with `segment_lengths`.
 
@@ -121,4 +132,4 @@ def given_pattern(
             f"--pattern {name} is the whole pattern, {option} included: leave out {option}, or "
             "give --segment-lengths and --dilation-rates"
         )
-    return named(name)
+    return named(name, seq_len)

@@ -241,6 +241,59 @@ class DilatedPattern:
         """Dense attention over the whole document: one branch, ``(None, 1)``."""
         return cls([None], [1])
 
+    @classmethod
+    def geometric(
+        cls,
+        length: int,
+        first: int = 2048,
+        factor: int = 2,
+        *,
+        head_offsets: HeadOffsets = "interleaved",
+        zero_keys: bool = False,
+    ) -> DilatedPattern:
+        """The series of LongNet's paper, continued until a segment spans the sequence.
+
+        Branch i has segments of ``first * factor**i`` positions and rate ``factor**i``, so that a
+        head has `first` keys in a segment of every branch (arXiv 2307.02486, section 2.4). The last
+        branch is the first one whose segments have at least `length` positions. Where ``first >=
+        length`` there is one branch, which is dense attention.
+
+        All positions influence each other within a few layers, which they never do where segments
+        are nested and the longest is shorter than the sequence: with LongNet's five branches,
+        positions of different blocks of 32,768. With a causal mask, the last positions of a
+        segment may influence no later segment: the branches that cross its end may skip them.
+
+        Args:
+            length: of the longest sequence (or document), in positions. A longer one is cut into
+                blocks of the longest segment.
+            first: length of the shortest segments, in positions; a multiple of `factor`, so that
+                the first position of every segment is one that the next branch connects.
+            factor: ratio of segment lengths, and of rates, of two consecutive branches; >= 2.
+            head_offsets: see `DilatedPattern`.
+            zero_keys: see `DilatedPattern`.
+
+        Raises:
+            TypeError: an argument is not an int, or `zero_keys` not a bool.
+            ValueError: `length` is below 1, `factor` below 2, `first` no multiple of `factor`, or
+                a segment not below 2**63.
+
+        Examples:
+            >>> print(DilatedPattern.geometric(100_000, first=16_384))
+            (16384, 1) (32768, 2) (65536, 4) (131072, 8)
+        """
+        length, width = check_positive_int("length", length), check_positive_int("first", first)
+        if check_positive_int("factor", factor) == 1:
+            raise ValueError("factor must be >= 2, or no segment would span the sequence; got 1")
+        if width % factor:
+            raise ValueError(
+                f"first must be a multiple of factor; got {in_brief(width)} and {in_brief(factor)}"
+            )
+        rates = [1]
+        while width * rates[-1] < length:
+            rates.append(factor * rates[-1])
+        lengths = [width * rate for rate in rates]
+        return cls(lengths, rates, head_offsets=head_offsets, zero_keys=zero_keys)
+
     @property
     def branches(self) -> tuple[Branch, ...]:
         """The (segment length, dilation rate) pairs, in the order given."""

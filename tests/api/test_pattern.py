@@ -1,6 +1,8 @@
 import pytest
+import torch
 
 from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.checks import visible_counts
 
 
 def offsets(pattern, branch, heads):
@@ -30,6 +32,44 @@ def test_split_heads_give_each_branch_a_group():
 def test_dense_is_one_branch_over_the_document():
     assert DilatedPattern.dense() == DilatedPattern([None], [1])
     assert hash(DilatedPattern.dense()) == hash(DilatedPattern([None], [1]))
+
+
+def test_geometric_continues_the_series_until_a_segment_spans_the_sequence():
+    paper = DilatedPattern([2048, 4096, 8192], [1, 2, 4], head_offsets="blocked", zero_keys=True)
+    assert DilatedPattern.geometric(8192, head_offsets="blocked", zero_keys=True) == paper
+    assert DilatedPattern.geometric(8193).segment_lengths[-1] == 16384
+    assert DilatedPattern.geometric(27, 3, 3) == DilatedPattern([3, 9, 27], [1, 3, 9])
+    assert DilatedPattern.geometric(5, first=8) == DilatedPattern([8], [1])  # dense
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 31, 100])
+@pytest.mark.parametrize(("first", "factor"), [(2, 2), (5, 5), (6, 3), (40, 2)])
+def test_all_positions_of_a_geometric_pattern_influence_each_other(length, first, factor):
+    pattern = DilatedPattern.geometric(length, first, factor)
+    longest = pattern.segment_lengths[-1]
+    assert longest >= length
+    assert len(pattern.branches) == 1 or longest // factor < length
+    for number, branch in enumerate(pattern.branches):
+        for heads in (1, 3, 12):
+            assert all(0 <= o < branch.dilation_rate for _, o in pattern.heads(number, heads))
+    seen = visible_counts(pattern, length, 1)[0].clamp(max=1).double()
+    assert (torch.matrix_power(seen, 16) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0,), ValueError, "length must be >= 1, got 0"),
+        ((8, 0), ValueError, "first must be >= 1, got 0"),
+        ((8, 3, 2), ValueError, "first must be a multiple of factor; got 3 and 2"),
+        ((8, 2, 1), ValueError, "factor must be >= 2, or no segment would span"),
+        ((8, 2, 1.5), TypeError, "factor must be an int, got 1.5"),
+        ((2**63 - 1,), ValueError, r"a segment length must be below 2\*\*63"),
+    ],
+)
+def test_bad_series_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DilatedPattern.geometric(*arguments)
 
 
 @pytest.mark.parametrize(

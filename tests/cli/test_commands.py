@@ -45,6 +45,17 @@ RIGHT = [
         "nothing travels: every segment lies on one rank",
         "the work is even",
         "positions in different blocks of 32,768 never influence each other",
+        "block; --pattern geometric continues LongNet's series until a segment spans the sequence",
+    ),
+    (
+        "plan --pattern=geometric --seq-len=1M --ranks=8 --causal",
+        "each rank receives",
+        "not never influence",
+    ),
+    (
+        "plan --segment-lengths=100 --dilation-rates=3 --seq-len=1000",
+        "blocks of 100 never influence each other",
+        "not --pattern geometric",
     ),
     (
         "plan --seq-len=1000 --segment-lengths=100,all --dilation-rates=1,10 --ranks=2 --tables",
@@ -377,12 +388,15 @@ def test_a_reader_that_goes_away_ends_a_command_quietly():
 def test_presets_are_the_published_patterns():
     rates = [1, 2, 4, 8, 16]
     published: dict[str, Any] = {"head_offsets": "blocked", "zero_keys": True}
-    assert {name: named(name).pattern for name in NAMES} == {
+    assert {name: named(name, 9000).pattern for name in NAMES} == {
         "longnet": DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]),
         "gigapath": DilatedPattern([1024, 5792, 32768, 185363, 1048576], rates, **published),
         "longvit": DilatedPattern([1024, 4096, 32768, 262144, 1048576], rates, **published),
         "dense": DilatedPattern.dense(),
+        "geometric": DilatedPattern([2048, 4096, 8192, 16384], rates[:4]),
     }
+    with pytest.raises(ValueError, match="'geometric' needs the length of the sequence"):
+        named("geometric")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def option(
 
 
 _positions, _heads = integer(1, MOST_POSITIONS), integer(1, MOST_HEADS)
-_Names: TypeAlias = Literal["longnet", "gigapath", "longvit", "dense"]
+_Names: TypeAlias = Literal["longnet", "gigapath", "longvit", "dense", "geometric"]
 _Offsets: TypeAlias = Literal["interleaved", "blocked"]
 _Dtypes: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 _Layouts: TypeAlias = Literal["auto", "contiguous", "zigzag"]
@@ -152,7 +152,8 @@ _Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 # fmt: off
 PatternName = Annotated[_Names | None, option(
-    "--pattern", "longnet (default), gigapath, longvit or dense, as published.", kind="NAME")]
+    "--pattern", "longnet (default), gigapath or longvit, as published; dense; or geometric: "
+    "LongNet's series of segments until one spans --seq-len.", kind="NAME")]
 SegmentLengths = Annotated[Sequence[int | None] | None, option(
     "--segment-lengths", "Instead of --pattern: one length per branch, as in 2048,16K,all.",
     list_of(_segment_length), "LIST")]

@@ -47,7 +47,13 @@ def draw(
     from .. import draw as pictures
 
     work = workload_of(
-        given_pattern(pattern, segment_lengths, dilation_rates, head_offsets=head_offsets),
+        given_pattern(
+            pattern,
+            segment_lengths,
+            dilation_rates,
+            seq_len=seq_len,
+            head_offsets=head_offsets,
+        ),
         seq_len=seq_len,
         heads=heads,
         num_kv_heads=kv_heads,

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..layout import SequenceLayout, resolve_layout
-from ..named_patterns import given_pattern
+from ..named_patterns import given_pattern, named
 from ..units import count_of, in_bytes, in_flop, in_seconds
 from . import common
 from .common import (
@@ -36,6 +36,7 @@ PROVEN = (
     "proven: every (branch, head, query, visible key) is computed once; sends match receives; "
     "each message has the fewest rows; every gradient is returned to its owner"
 )
+SPANNING = "; --pattern geometric continues LongNet's series until a segment spans the sequence"
 LINK_GB_S, NETWORK_GB_S = 350.0, 45.0
 """Bandwidth of a GPU in 10**9 bytes per second and direction, for the cost model: inside its host,
 about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
@@ -75,7 +76,7 @@ def plan(
     rda plan --pattern dense --seq-len 1G --ranks 4096 --hosts 512
     """
     work = workload_of(
-        given_pattern(pattern, segment_lengths, dilation_rates),
+        given_pattern(pattern, segment_lengths, dilation_rates, seq_len=seq_len),
         seq_len=seq_len,
         heads=heads,
         num_kv_heads=kv_heads,
@@ -213,6 +214,7 @@ def _pattern_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[s
         yield (
             f"positions in different blocks of {block:,} never influence each other, in any number "
             "of layers: no segment crosses the end of a block"
+            + (SPANNING if plan.pattern == named("longnet").pattern else "")
         )
     if plan.is_causal:
         length, heads = plan.layout.length, plan.num_kv_heads

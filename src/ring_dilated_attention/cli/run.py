@@ -65,7 +65,12 @@ def simulate(
 
     on = common.resolve_device(device)
     named = given_pattern(
-        pattern, segment_lengths, dilation_rates, head_offsets=head_offsets, zero_keys=zero_keys
+        pattern,
+        segment_lengths,
+        dilation_rates,
+        seq_len=seq_len,
+        head_offsets=head_offsets,
+        zero_keys=zero_keys,
     )
     work = workload_of(
         named,
@@ -249,11 +254,10 @@ def bench(
     from ..bench import bench as measure
     from ..checks import RankError
 
-    found = given_pattern(pattern, segment_lengths, dilation_rates)
     on = common.resolve_device(device)
     workloads = [
         workload_of(
-            found,
+            given_pattern(pattern, segment_lengths, dilation_rates, seq_len=length),
             seq_len=length,
             heads=heads,
             num_kv_heads=kv_heads,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
 from ring_dilated_attention.checks import (
     Case,
     ViewKind,
@@ -118,6 +118,15 @@ def draw(seed: int, among: Choices) -> Case:
         layout = draw_layout(random, length, world_size)
         batch, num_kv_heads = random.randint(1, 3), random.randint(1, 4)
         members = random.randint(1, 3)
+    branch_gradients = random.choice(["exact", "exact", "detached"])
+    loss_of = random.choice([("out",), ("out",), ("out", "lse"), ("lse",)])
+    if branch_gradients == "detached" and pattern.mixes_branches:
+        loss_of = ("out",)  # there is no gradient of lse
+    if random.random() < 0.2:  # those of one rank of tensor parallelism
+        start = random.randint(0, 5)
+        stop = start + num_kv_heads
+        heads = HeadSlice(start, stop, stop + random.randint(0, 5))
+        pattern = pattern.of_heads(heads, num_kv_heads)
     return Case(
         pattern=pattern,
         layout=layout,
@@ -136,7 +145,8 @@ def draw(seed: int, among: Choices) -> Case:
         scale=random.choice([None] * 10 + list(SCALES)),
         workspace=random.choice([None, None, 0.01, 1.0]),
         **draw_packing(random, length, batch, is_small=is_small),
-        branch_gradients=random.choice(["exact", "exact", "detached"]),
+        branch_gradients=branch_gradients,
+        loss_of=loss_of,
     )
 
 
@@ -193,7 +203,9 @@ def draw_packing(random: Random, length: int, batch: int, *, is_small: bool) -> 
         longest = max(packing.get("lengths", [length]))
         end = max(random.choice([longest, length]), 1)
         cuts = [7, 10] if is_small else random.choices(range(1, length + 1), k=4)
-        packing["documents"] = tuple(sorted({0, end, *(cut for cut in cuts if cut < end)}))
+        borders = {0, end, *(cut for cut in cuts if cut < end)}
+        empty = random.choices(sorted(borders), k=random.choice([0, 0, 1, 4]))  # documents
+        packing["documents"] = tuple(sorted([*borders, *empty]))
     return packing
 
 

@@ -282,7 +282,8 @@ class DilatedPattern:
             (16384, 1) (32768, 2) (65536, 4) (131072, 8)
         """
         length, width = check_positive_int("length", length), check_positive_int("first", first)
-        if check_positive_int("factor", factor) == 1:
+        factor = check_positive_int("factor", factor)
+        if factor == 1:
             raise ValueError("factor must be >= 2, or no segment would span the sequence; got 1")
         if width % factor:
             raise ValueError(

@@ -52,3 +52,16 @@ def test_run_ranks_returns_by_rank_and_passes_the_environment_on(monkeypatch):
     assert [tensor.tolist() for *_, tensor in found] == [[0, 0], [1, 1], [2, 2]]
     with pytest.raises(ValueError, match="wait_timeout must be a number where timeout is None"):
         run_ranks(end, 2, "well", timeout=None)
+
+
+def interface_of_gloo(rank, world_size):
+    dist.barrier()
+    return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize("asked", [None, "lo,lo"])
+def test_ranks_of_this_host_listen_on_its_loopback_interface(monkeypatch, asked):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if asked:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", asked)
+    assert run_ranks(interface_of_gloo, 2) == [asked or "lo"] * 2

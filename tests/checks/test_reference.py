@@ -120,7 +120,7 @@ def test_zero_key_counts_by_hand():
     # Segments are clamped to their document first: 4 of 7 positions are a whole segment.
     counts = zero_key_counts(pattern, 8, 1, documents=[0, 4, 8])
     assert not counts[0, [0, 3, 4, 7]].any()
-    counts = zero_key_counts(pattern, 9, 1, documents=[0, 5, 9])
+    counts = zero_key_counts(pattern, 9, 1, documents=[0, 0, 5, 9, 9])  # two of length 0
     assert not counts.any()
 
 

@@ -29,7 +29,7 @@ def attention(query, key, value, **options):
 
 
 def differences(tensors, mesh, placements, options=None, want_options=None, order=None):
-    """Out, lse and gradients of DTensors, against those of one process.
+    """Out, lse and gradients of DTensors, against those of one process; of lse, too, where it has.
 
     `order` are the positions in the order in which the DTensors have them.
     """
@@ -39,13 +39,17 @@ def differences(tensors, mesh, placements, options=None, want_options=None, orde
     out, lse = attention(*leaves[:3], **(options or {}))
     assert isinstance(out, DTensor)
     assert (out.device_mesh, out.placements, out.shape) == (mesh, placements, leaves[0].shape)
-    got: list[Any] = [out, *torch.autograd.grad(out, leaves[:3], leaves[3])]
+    assert isinstance(lse, DTensor)
+    has = 1 if "branch_gradients" in (options or {}) else 2
+    dlse = tensors[3].sum(3).transpose(1, 2)
+    grads = leaves[3], distribute_tensor(dlse[:, :, order], mesh, lse.placements)
+    got: list[Any] = [out, *torch.autograd.grad((out, lse)[:has], leaves[:3], grads[:has])]
     assert all(x.placements == placements for x in got)
     reference = [x.clone().requires_grad_() for x in tensors[:3]]
     want_out, want_lse = attention(*reference, **(want_options or {}))
-    want = [want_out, *torch.autograd.grad(want_out, reference, tensors[3])]
+    results, grads = (want_out, want_lse), (tensors[3], dlse)
+    want = [want_out, *torch.autograd.grad(results[:has], reference, grads[:has])]
     errors = [relative_error(x.full_tensor(), y[:, order]) for x, y in zip(got, want, strict=True)]
-    assert isinstance(lse, DTensor)
     lses = [x.masked_fill(x.isneginf(), 0) for x in (lse.full_tensor(), want_lse[:, :, order])]
     return max(*errors, relative_error(*lses))
 
@@ -65,6 +69,8 @@ def _sequence(rank, world_size):
         errors[name] = check(whole(13), options=given)
     options: dict[str, Any] = {"documents": [0, 5, 37], "lengths": [37, 20]}
     errors["documents and lengths"] = check(whole(37), options=options, want_options=options)
+    options = {**options, "documents": [0, 5, 5, 37, 37], "branch_gradients": "detached"}
+    errors["detached"] = check(whole(37), options=options, want_options=options)
     mask = torch.arange(37) >= torch.tensor([[37], [20]])
     sharded = {"key_padding_mask": distribute_tensor(mask, mesh, [Shard(1)])}
     errors["mask"] = check(whole(37), options=sharded, want_options={"lengths": [37, 20]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ import torch.multiprocessing as mp
 
 from ..exchange import ProcessGroupExchange
 from .reference import nan_in_uninitialized_memory
+
+_LOOPBACK = socket.if_nameindex()[0][1]
+"""The first interface: ``lo`` on Linux, ``lo0`` on macOS."""
 
 
 class RankError(RuntimeError):
@@ -135,6 +139,8 @@ def _rank_main(
 ) -> None:
     os.environ.clear()  # it is that of whoever asked for ranks first
     os.environ.update(start.environment)
+    # All ranks are on this host: gloo would listen at the address that the host's name leads to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     if "OMP_NUM_THREADS" not in os.environ:
         usable = hasattr(os, "sched_getaffinity")  # by this process
         cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1

@@ -78,7 +78,8 @@ def zero_key_counts(
     counts = torch.zeros(num_kv_heads, length, dtype=torch.int64, device=device)
     if is_causal or not pattern.zero_keys:
         return counts  # they lie behind every query
-    for start, stop in pairwise([0, length] if documents is None else documents):
+    # A set, since documents may have length 0.
+    for start, stop in pairwise(sorted(set([0, length] if documents is None else documents))):
         for index, (segment_length, rate) in enumerate(pattern.branches):
             w = stop - start if segment_length is None else min(segment_length, stop - start)
             for head, offset in pattern.heads(index, num_kv_heads):

@@ -234,9 +234,12 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     """
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {in_brief(case)}")
-    if case.lengths is not None or case.branch_gradients != "exact":
-        got = f"lengths {case.lengths}, branch_gradients={case.branch_gradients!r}"
-        raise ValueError(f"a simulated case has no padding and exact gradients; got {got}")
+    given = case.lengths, case.branch_gradients, case.loss_of
+    if given != (None, "exact", ("out",)):
+        raise ValueError(
+            "a simulated case has no padding, exact gradients, and a loss of out alone; got "
+            f"lengths, branch_gradients and loss_of {given}"
+        )
     size = costs.TensorSize(
         batch=check_positive_int("batch", case.batch),
         head_dim=check_positive_int("head_dim", case.head_dim),

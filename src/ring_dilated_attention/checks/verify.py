@@ -121,8 +121,8 @@ class Case:
 
     Options are those of `dilated_attention`, sizes those of its arguments; `num_kv_heads` divides
     `num_heads`. `views` says how query, key, value and dout lie in memory (empty: contiguous),
-    `wanted` of which inputs the gradients are computed, and `as_mask` whether `lengths` are passed
-    as a `key_padding_mask`.
+    `wanted` of which inputs the gradients are computed, `loss_of` which of ``"out"`` and ``"lse"``
+    the loss depends on, and `as_mask` whether `lengths` are passed as a `key_padding_mask`.
     """
 
     pattern: DilatedPattern
@@ -141,6 +141,7 @@ class Case:
     device: str = "cpu"
     views: tuple[ViewKind, ...] = ()
     wanted: tuple[str, ...] = INPUTS
+    loss_of: tuple[str, ...] = ("out",)
     scale: float | None = None
     workspace: float | None = None
     as_mask: bool = False
@@ -161,6 +162,13 @@ class Case:
             tensors.append(kind.fit(drawn.to(self.dtype).to(self.device, torch.float64)))
         return tuple(tensors)
 
+    def dlse(self) -> torch.Tensor:
+        """Whole gradient of lse (batch, heads, n): numbers that the dtype of lse represents."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = self.batch, self.num_heads, self.layout.length
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(self.dtype).to(self.device, torch.float64)
+
     def roundoff(self) -> dict[str, float]:
         """How far an element of each result may be off where its terms cancel, by rounding alone.
 
@@ -177,8 +185,9 @@ class Case:
         # deviations, or lse, which is the logarithm of the number of keys where scores are small.
         of_many_keys = math.log(self.layout.length * len(self.pattern.branches))
         scores = 1 + max(4 * scale * self.head_dim**0.5 * query * key, of_many_keys)
-        # One term: p (dout v^T - delta) is of this size, and as many queries share a key.
-        ds = scores * scale * width * dout * value
+        # One term: p (dout v^T - delta + dlse) is of this size, and as many queries share a key.
+        dout *= "out" in self.loss_of
+        ds = scores * scale * (width * dout * value + ("lse" in self.loss_of))
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
         sizes = value, scores, ds * key, ds * query * queries, scores * dout * queries
         own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
@@ -214,8 +223,14 @@ class Case:
             scale=self.scale,
             branch_gradients=self.branch_gradients,
         )
-        gradients = torch.autograd.grad(out, (query, key, value), dout, materialize_grads=True)
+        losses = [(out, dout), (lse, self.dlse().to(dtype))]
+        outputs, grads = zip(*self.in_loss(losses), strict=True)
+        gradients = torch.autograd.grad(outputs, (query, key, value), grads, materialize_grads=True)
         return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
+
+    def in_loss(self, of_out_and_lse: Sequence[Any]) -> list[Any]:
+        """Of a thing of out and one of lse, those of the results that the loss depends on."""
+        return [x for name, x in zip(TENSORS, of_out_and_lse, strict=False) if name in self.loss_of]
 
     def references(self) -> References:
         """`expected` in float64 and in `dtype`, computed on the CPU and moved to `device`."""
@@ -321,9 +336,12 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
     before = ends.sent_bytes
     out, lse = attend(case, query, key, value, case.layout, ends, **options)
-    gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
+    gradients: Sequence[torch.Tensor] = ()
+    if leaves:
+        grads = case.in_loss([dout, _shard_of_dlse(case, ends.rank).to(lse.dtype)])
+        gradients = torch.autograd.grad(case.in_loss([out, lse]), leaves, grads)
     names = (f"d{name}" for name in INPUTS if name in case.wanted)
-    actual = {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}
+    actual = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
     rows = Counter(case.lengths or [None] * case.batch)  # the rows of each length
     outcome = Outcome(
         sent_bytes=ends.sent_bytes - before,
@@ -343,6 +361,14 @@ def _shards(case: Case, rank: int) -> list[torch.Tensor]:
                 x[row, length:] = torch.nan
     shards = (case.layout.shard(x, rank, 1) for x in inputs)
     return [kind.view(x) for x, kind in zip(shards, kinds, strict=True)]
+
+
+def _shard_of_dlse(case: Case, rank: int) -> torch.Tensor:
+    """A rank's gradient of lse, NaN in padded positions."""
+    dlse = case.dlse()
+    for row, length in enumerate(case.lengths or ()):
+        dlse[row, :, length:] = torch.nan
+    return case.layout.shard(dlse, rank, 2)
 
 
 def _compare(
@@ -375,6 +401,9 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     traffic = costs.traffic(plan.rank(rank), size)
     sent = traffic.backward_sent
+    if "lse" in case.loss_of:  # eight more columns, the first of which has the gradient of lse
+        wide = replace(size, head_dim=size.head_dim + 8)
+        sent = costs.traffic(plan.rank(rank), wide).backward_sent
     if case.branch_gradients == "detached" and case.pattern.mixes_branches:
         # Backward computes each branch by itself: forward again, and back.
         branches = [costs.traffic(one.rank(rank), size) for one in plan.single_branches]

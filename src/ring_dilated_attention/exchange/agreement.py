@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -231,8 +231,9 @@ def _compare(
             prepare(device)
         return [data for _, data in everyone]
     refusal = failure and f"{type(failure).__name__}: {failure}"
-    said = pickle.dumps((scope.call, _in_words(shared, device), refusal))
-    stories = [pickle.loads(data) for _, data in ends.begin(0, said)()]
+    said = json.dumps((scope.call, _in_words(shared, device), refusal)).encode()
+    told = [json.loads(data) for _, data in ends.begin(0, said)()]
+    stories: list[_Story] = [(Call(*call), words, refusal) for call, words, refusal in told]
     scope.in_step = True  # all ranks have found the same
     is_refused = any(refusal for *_, refusal in stories)
     others = None if is_refused else _other_calls(stories)  # a refusal may come before the call
@@ -271,10 +272,8 @@ class Agreeing:
         calls.before_rows()
         scope = calls.scope or Scope(calls, Call(calls.number, "a collective", "between calls"))
         ends: Any = self
-        return [
-            pickle.loads(data)
-            for data in _begin(scope, ends, None, None, device, pickle.dumps(value))()
-        ]
+        said = json.dumps(value).encode()
+        return [json.loads(data) for data in _begin(scope, ends, None, None, device, said)()]
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:

@@ -114,7 +114,7 @@ class Exchange(Protocol):
         """The elementwise maximum of `values` (int64) over all ranks, whose tensors are there."""
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank: a collective of small Python objects."""
+        """Every rank's `value`, by rank: a collective of small values that JSON has."""
 
 
 @untraced

@@ -57,9 +57,9 @@ def cpus_of(rank: int, ranks: int, each: int) -> list[int]:
             file=sys.stderr,
         )
         if ranks > 1:
-            whole = told.with_suffix(".part")
-            whole.write_text(json.dumps(chosen))
-            whole.replace(told)
+            with tempfile.NamedTemporaryFile("w", delete=False) as whole:
+                json.dump(chosen, whole)
+            Path(whole.name).replace(told)
     else:
         until = time.monotonic() + WAIT_S
         while not told.exists():

@@ -20,6 +20,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -103,6 +104,8 @@ def join() -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
+        # One process: gloo would listen at the address that the host's name leads to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -340,12 +343,10 @@ def newest_checkpoint(out: Path) -> tuple[Path, dict]:
     """The newest whole checkpoint of a run, and its run.json."""
     for path in reversed(checkpoints(out)):
         try:
-            run = json.loads((path / "run.json").read_text())
+            run = json.loads(regular(path / "run.json").read_text())
             for name in run["files"]:
-                with safe_open(
-                    path / name, "pt"
-                ):  # raises if it is missing, cut or of another kind
-                    pass
+                with safe_open(regular(path / name), "pt"):
+                    pass  # it raises if the file is missing, cut or of another kind
             LongNetConfig(**run["model"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -355,9 +356,16 @@ def newest_checkpoint(out: Path) -> tuple[Path, dict]:
     raise ValueError(f"there is no whole checkpoint in {out}")
 
 
+def regular(path: Path) -> Path:
+    """The path of a file that is there and is no pipe, which would be waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is not a file")
+    return path
+
+
 def remove(path: Path) -> None:
-    """Remove a folder, or a link to one and not what it leads to."""
-    if path.is_symlink():
+    """Remove a folder or file; of a link, not what it leads to."""
+    if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)

@@ -114,6 +114,7 @@ DAMAGES = {
     "missing": lambda path, mark: path.unlink(),
     "pickled": lambda path, mark: path.write_bytes(pickle.dumps(Harmful(mark))),
     "other JSON": lambda path, mark: path.write_text("[1]"),
+    "a pipe": lambda path, mark: (path.unlink(), os.mkfifo(path)),  # which nobody writes to
 }
 
 
@@ -143,6 +144,26 @@ def test_train_longnet_goes_on_from_the_checkpoint_before_a_damaged_one(run, tmp
     assert "going on from step 4" in done.stdout
     assert losses(out) == pytest.approx(losses(run), rel=1e-5)
     assert names(out) == ["log.jsonl", "loss.png", "step_0000008"]
+
+
+def test_train_longnet_follows_no_link_out_of_its_folder(run, tmp_path):
+    """A run that somebody else has packed is resumed: nothing outside of its folder changes."""
+    out, outside = interrupted(run, tmp_path / "run", 4), tmp_path / "outside"
+    outside.mkdir()
+    for name in ("log.jsonl", ".log.jsonl", "loss.png", ".partial", "step_0000006", "step_0000008"):
+        (outside / name).write_bytes((run / "log.jsonl").read_bytes())
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(outside / name)
+    for name in ("step_0000006", ".partial"):  # a folder that holds a file
+        (outside / name).unlink()
+        shutil.copytree(run / "step_0000002", outside / name)
+        (outside / name / RUN).write_text("[1]")
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    done = train(0, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert losses(out) == pytest.approx(losses(run), rel=1e-5)
 
 
 @pytest.mark.slow

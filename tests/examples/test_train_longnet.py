@@ -164,6 +164,8 @@ def test_train_longnet_follows_no_link_out_of_its_folder(run, tmp_path):
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
     assert not any(path.is_symlink() for path in out.iterdir())
     assert losses(out) == pytest.approx(losses(run), rel=1e-5)
+    DAMAGES["a pipe"](out / "log.jsonl", None)
+    assert example("train_longnet").read_log(out, 8) == []
 
 
 @pytest.mark.slow

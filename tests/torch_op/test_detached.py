@@ -113,6 +113,30 @@ def test_with_any_option_it_is_the_definition(seed):
     assert all(map(close, gradients, expected))
 
 
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (SequenceLayout.contiguous(16, 4), {"documents": [0, 4, 16]}),
+        (SequenceLayout.contiguous(16, 4), {"lengths": [10]}),  # the last rank is padding
+        (SequenceLayout([[], [(0, 8)], [(8, 16)]]), {}),
+    ],
+)
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_a_rank_that_exchanges_nothing_goes_through_the_same_branches(layout, options, exchange):
+    """Once it left the others waiting: they compute backward by branches, and it did not."""
+    torch.manual_seed(0)
+    *whole, dout = torch.randn(4, 1, 16, 2, 8, dtype=torch.float64)
+    pattern, leaves = DilatedPattern([None, None], [1, 2]), [x.requires_grad_() for x in whole]
+    want, _ = reference_attention(
+        leaves[0], leaves[1], leaves[2], pattern, branch_gradients="detached", **options
+    )
+    expected = torch.autograd.grad(want, leaves, dout)
+    whole = [x.detach() for x in whole]
+    out, _, *gradients = on_ranks(layout, whole, dout, pattern, exchange=exchange, **options)
+    assert close(out, want)
+    assert all(map(close, gradients, expected))
+
+
 def test_forward_is_exact_and_backward_is_not():
     torch.manual_seed(0)
     whole = [x.requires_grad_() for x in torch.randn(3, 1, 40, 4, 8, dtype=torch.float64)]

@@ -47,7 +47,7 @@ class Step:
         self._strips: kernels.decode.Strips | None = None
 
     def strips(self, cache: DilatedKVCache, count: int) -> kernels.decode.Strips:
-        """What `count` new positions see of a cache: found on the device once for equal caches."""
+        """Rows of a cache that `count` new positions see; found once for equal caches."""
         plan = cache.plan
         of = plan, cache.known_lengths, cache.shard, cache.keys.device, count
         if self._strips is None or self._of != of:

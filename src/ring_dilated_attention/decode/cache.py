@@ -145,7 +145,7 @@ class DilatedKVCache(DeepOnly):
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
         plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
-        if sharded is None:
+        if sharded is None:  # small caches are whole on every rank: no exchange in each step
             sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= _SHARD_BYTES
         if sharded:
             shards = self.exchange.world_size
@@ -170,7 +170,7 @@ class DilatedKVCache(DeepOnly):
 
     @property
     def shard(self) -> int:
-        """Which share of the rows this rank has; 0 where it has them all."""
+        """Number of the share of the rows that this rank has; 0 where it has all rows."""
         return self.exchange.rank if self.is_sharded else 0
 
     @property
@@ -187,7 +187,7 @@ class DilatedKVCache(DeepOnly):
         return len(self._lengths.known)
 
     def known(self) -> Lengths:
-        """What is known of the rows' lengths, for `set_known`."""
+        """The lengths as the host knows them, for `set_known`."""
         return self._lengths
 
     def set_known(self, lengths: Lengths, written: int = 1) -> None:
@@ -545,7 +545,7 @@ class DilatedKVCache(DeepOnly):
 
     @property
     def described(self) -> str:
-        """What must be equal on all ranks of a group."""
+        """Plan, sizes and dtype as text, which must be equal on all ranks of a group."""
         return f"{self.plan}, {self._batch} rows, head_dim {self.keys.shape[2]}, {self.keys.dtype}"
 
     def __repr__(self) -> str:

@@ -188,7 +188,7 @@ class Streams:
 
 @lru_cache(maxsize=64)
 def side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
-    """That of a stream that computes: on one for all, rows of one group could wait for another's.
+    """The side stream of a stream that computes, one for each: groups do not wait for each other.
 
     It has priority: its short kernels are to slip in between those of a long one.
     """
@@ -258,26 +258,32 @@ class Accumulator:
         """Add results of tiles, in the order of the calls.
 
         Args:
-            add_all: calls `merge` and `add`, or launches what computes small tiles and adds them.
-            tensors: what it reads, which lives until then.
-            into: what is added to; what `join` is to wait for, too, before it is freed.
-            is_long: whether the compute takes long enough for going behind to be worthwhile.
-            holds: whether the tensors are results, which are held until then.
+            add_all: queues the additions: calls `merge` and `add`, or launches a kernel that
+                computes small tiles and adds them.
+            tensors: inputs of `add_all`, kept alive until it is done on the device.
+            into: totals that are added to, and further tensors that `join` is to wait for.
+            is_long: whether the kernel call that made them takes so long that the host has time to
+                queue the additions behind the next one.
+            holds: whether the tensors are results of tiles, of which `most_held` calls' are alive.
         """
+        # Short ones too where others are queued, so that additions keep their order.
         if self._streams is None or not (is_long or self._behind):
             add_all()
             return
         self._run_behind(add_all, tensors, into, "result" if holds else "launch")
         if holds and sum(behind.kind == "result" for behind in self._behind) == self.most_held:
-            while self._wait().kind != "result":
+            while self._wait().kind != "result":  # frees the oldest result, and all before it
                 pass
 
     def start(
         self, add_all: Callable[[], None], *tensors: torch.Tensor, into: Sequence[torch.Tensor]
     ) -> None:
-        """Wait for `tensors` and add them to `into`, behind the compute that follows.
+        """Add what other ranks send, behind the compute that follows.
 
-        They are freed at `finish`.
+        Args:
+            add_all: waits for the transfers and adds what has come.
+            tensors: what is sent and received, kept alive until `finish`.
+            into: totals that are added to.
         """
         if self._streams is None:
             self._started.append(add_all)
@@ -288,11 +294,12 @@ class Accumulator:
         """Make the current stream wait for what was started; without streams, do it now."""
         while self._started:
             self._started.popleft()()
-        if not any(behind.kind == "started" for behind in self._behind):
+        started = sum(behind.kind == "started" for behind in self._behind)
+        if not started:
             return
         stop = None if self._stopwatch is None else self._stopwatch()
-        while any(behind.kind == "started" for behind in self._behind):
-            self._wait()
+        while started:
+            started -= self._wait().kind == "started"
         if stop is not None:
             stop()
 
@@ -311,10 +318,11 @@ class Accumulator:
         into: Sequence[torch.Tensor],
         kind: Literal["result", "launch", "started"],
     ) -> None:
+        """Queue `add_all` on the side stream, and remember when it is done."""
         assert self._streams is not None
         try:
             done = self._streams.run(add_all, into)
-        except BaseException:  # after a part of it was queued, perhaps
+        except BaseException:  # kernels that it has queued before may still use the tensors
             self._streams.outlast((*tensors, *into))
             raise
         self._behind.append(_Behind(done, tensors, into, frozenset(map(_storage, into)), kind))

@@ -297,7 +297,7 @@ def readable_in_backward(
     out: torch.Tensor,
     selection: Selection,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What backward takes, such that tiles can be views of it: see `readable`.
+    """The inputs of backward, laid out such that tiles can be views of them: see `readable`.
 
     Returns:
         The same values in the same order; dout and out are contiguous.

@@ -52,7 +52,7 @@ call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stre
 
 @dataclass(frozen=True)
 class TileCall:
-    """What all tiles of a call have in common.
+    """The options that all tiles of a call share.
 
     Attributes:
         selection: the back ends that may compute them.
@@ -358,7 +358,7 @@ def merge_zero_keys(
 
 
 class Inputs(NamedTuple):
-    """What a group of tiles is computed of.
+    """Query, keys and values that a group of tiles reads.
 
     query (batch, local_sequence, heads, head_dim); keys and values (batch, local_sequence,
     kv_heads, head_dim), or `by_slot` of a received message.

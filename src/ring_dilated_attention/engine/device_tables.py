@@ -42,17 +42,18 @@ class _Kept:
 
 
 def may_be_of_graph(device: torch.device) -> bool:
-    """Whether what this thread allocates may belong to a CUDA graph's memory.
+    """Whether memory that this thread allocates now may belong to the pool of a CUDA graph.
 
-    It does while a graph is captured, and while torch.compile warms up for one.
+    It does while a graph is captured, and while torch.compile warms up for one. Nobody can ask for
+    the latter, so it is assumed of every call once the module that does it is loaded.
     """
-    if "torch._inductor.cudagraph_trees" in sys.modules:  # what warms up, or has done so
+    if "torch._inductor.cudagraph_trees" in sys.modules:
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors_of(tables: Any) -> Iterable[torch.Tensor]:
-    """Those that tables read on the device: they are a tuple of them, or say which."""
+    """The tensors of tables: their attribute `tensors`, or the tables are a tuple of them."""
     found: Iterable[torch.Tensor] = getattr(tables, "tensors", tables)
     return found
 

@@ -65,7 +65,7 @@ _KEPT = 16
 
 
 class Prepared:
-    """What calls of one plan, shape and back end have in common.
+    """Schedules and programs, shared by all calls of one plan, shape and back end.
 
     Attributes:
         rounds: what is done one after the other: all heads, or some at a time.
@@ -311,21 +311,24 @@ class Backward(Run):
         self._returning: deque[_InFlight] = deque()
 
     def compute_own(self, action: Action) -> None:
-        """All groups; or first the covering ones and launches (else one group), the rest later."""
+        """Compute own tiles: part "first" before those of other ranks, "rest" after, or "all".
+
+        First are the covering group and the launches, or where there are none one other group: the
+        covering group has to be, since it stores its results where all others add to them.
+        """
         own = self.own[action.rank]
-        early = len(own.others)
-        if action.part != "all":
-            early = 0 if own.covering or own.launches else 1
         if action.part != "rest":
-            first = self.totals._replace(stores_query=True, stores_keys=True)
-            self._compute(own.covering, own, first)
-            given, merged = (self.tile_call, self.inputs, self._merged, self.totals), self._merged
+            storing = self.totals._replace(stores_query=True, stores_keys=True)
+            self._compute(own.covering, own, storing)
+            merged = self._merged
+            given = self.tile_call, self.inputs, merged, self.totals
             reads = *self.inputs, merged.dout, merged.out, merged.lse
             for launch in own.launches:
                 add_all = partial(backward_own, launch, *given, detached=self.call.detached)
                 self.sums.run(add_all, *reads, into=self.totals[:3], holds=False)
-        some = own.others[early:] if action.part == "rest" else own.others[:early]
-        self._compute(some, own, self.totals)
+        early = 0 if own.covering or own.launches else 1
+        others = {"all": own.others, "first": own.others[:early], "rest": own.others[early:]}
+        self._compute(others[action.part], own, self.totals)
 
     def _compute(self, groups: Sequence[TileGroup], own: OwnSchedule, gradients: Gradients) -> None:
         for group in groups:
@@ -333,9 +336,9 @@ class Backward(Run):
             compute.backward(group, self.tile_call, self.inputs, merged, gradients, self.sums)
 
     def _merged_of(self, group: TileGroup, own: OwnSchedule) -> Merged:
-        """What backward of a group starts from where branch weights are constants.
+        """Inputs of a group's backward where branch weights are constants ("detached").
 
-        Delta is of the branch's own out, which is computed again; all else is of the merged one.
+        Out, of which delta is made, is the branch's own, computed again; lse is the merged one.
         """
         out, lse = torch.empty_like(self._merged.out), torch.empty_like(self._merged.lse)
         result = Result(out, lse, stores=True)

@@ -110,7 +110,7 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
 
 
 def by_rows(one: RankPlan, factor: int, flops: float) -> Callable[[int, OwnRuns], list[bool]]:
-    """Which runs of a branch are computed row by row: those of at most `flops` operations.
+    """Choose the runs of a branch to compute row by row: those of at most `flops` operations.
 
     `factor`: operations of forward for each pair of a KV head.
     """

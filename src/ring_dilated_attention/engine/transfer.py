@@ -51,10 +51,19 @@ class SlotTable(NamedTuple):
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tensor:
-    """Rows of K and V (batch, local_sequence, kv_heads, head_dim) as (2, batch, rows, head_dim)."""
+    """Pack the rows of a message into one tensor to send.
+
+    Args:
+        key: (batch, local_sequence, kv_heads, head_dim).
+        value: like `key`.
+        message: which rows to take.
+
+    Returns:
+        (2, batch, rows, head_dim): K, then V.
+    """
     packed = key.new_empty(2, key.shape[0], message.rows, key.shape[3])
     table = _rows_of_sender(message, key.device)
-    if table is None:
+    if table is None:  # no row is in two runs: copy run by run
         add(*_runs_of(message, packed, (key, value)), store=True)
     elif runs_triton(packed):
         kernels.rows.take_rows((key, value), packed, *table)
@@ -123,7 +132,7 @@ def _rows_of_sender(message: Message, device: torch.device) -> RowTable | None:
 
 
 def _slots_of_receiver(message: Message, device: torch.device) -> SlotTable | None:
-    """Which rows the slots of a message read; None where slot i is row i."""
+    """The row that each slot of a received message reads; None where slot i is row i."""
     if message.rows == message.slots:
         return None
     return TABLES.get(message, ("received", device), device, partial(_slot_table, message, device))

@@ -151,6 +151,7 @@ def _agree_with_others(
     failure: Exception | None,
     device: torch.device,
 ) -> None:
+    """`_agree` with several ranks: collectives, which torch.compile must not trace."""
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
         settle(scope, ends, device, shared, failure)
@@ -294,7 +295,7 @@ _Story = tuple[Call, Mapping[str, str], str | None]
 
 
 def _other_calls(everyone: list[_Story]) -> str | None:
-    """Which rank is in which call; None if all are in the same one."""
+    """The message that says which rank is in which call; None if all are in the same one."""
     ranks: dict[Call, list[int]] = {}
     for rank, (call, *_) in enumerate(everyone):
         ranks.setdefault(call, []).append(rank)

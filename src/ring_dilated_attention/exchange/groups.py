@@ -185,7 +185,7 @@ def _seconds(timeout: float | timedelta) -> float:
 
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
-"""What a `group` argument may be: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
+"""Type of a `group` argument: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
 process on its own."""
 
 _OWN = "exchange "

@@ -76,7 +76,7 @@ class _Connection:
 
 
 class _Letter(NamedTuple):
-    """What was sent; on CUDA also when it is there: who waits may be on another stream."""
+    """A sent tensor; on CUDA with an event, for a receiver on another stream to wait for."""
 
     tensor: torch.Tensor
     written: torch.cuda.Event | None

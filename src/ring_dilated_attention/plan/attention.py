@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 class RankPlan:
-    """What one rank computes and exchanges; the messages of a step are worked out when asked for.
+    """Tiles and messages of one rank; those of a step are worked out when it is asked for.
 
     Tiles and messages hold local rows. So two ranks whose parts lie alike relative to the segments
     that they share with this one exchange alike messages with it. Of thousands of steps few differ,
@@ -115,7 +115,7 @@ class RankPlan:
         return (*work.groups, *work.crossing)
 
     def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
-        """What this rank computes of its own rows, split by whether it is computed row by row.
+        """The tiles of this rank's own rows, split by whether they are computed row by row.
 
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
@@ -180,16 +180,16 @@ class RankPlan:
 
     @cached_property
     def zero_keys(self) -> tuple[TileGroup, ...]:
-        """Which of this rank's queries see how many zero keys; see `zero_key_groups`."""
+        """Number of zero keys that this rank's queries see; see `zero_key_groups`."""
         return zero_key_groups(self.plan.tiling, self._parts)
 
     @property
     def single_branches(self) -> tuple[RankPlan, ...]:
-        """What the rank does in the plan of each branch by itself."""
+        """The rank's part of the plan of each branch by itself."""
         return tuple(rank_plan(plan, self.index) for plan in self.plan.single_branches)
 
     def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
-        """What the rank does one after the other: all at once, or some heads at a time.
+        """The rank's parts of the plan to run one after the other: one, or some heads at a time.
 
         Args:
             gathers: whether all transfers are in flight at once; a ring is cut by heads.
@@ -229,7 +229,7 @@ class RankPlan:
         return sum(step.send.rows for step in self.steps() if step.send is not None)
 
     def step(self, step: int) -> Step:
-        """What this rank exchanges and computes at step 1 <= `step` < world size."""
+        """The messages and tiles of this rank at step 1 <= `step` < world size."""
         if step not in self._steps:
             sender, receiver = ((self.index + x) % self.world_size for x in (-step, step))
             received, groups, storing = self._arrival(sender)
@@ -264,21 +264,18 @@ class RankPlan:
         return self._once(("to", *self._places(links)), make)[0]
 
     def _links(self, other: int, *, receives: bool) -> list[Link]:
-        """This rank's queries that see keys of `other`, or the reverse: queries of `other`."""
+        """Links of keys of `other` to this rank's queries, or if it sends of own keys to others'.
+
+        A span is a segment that a part of this rank (``span.part``) shares with other parts.
+        """
         spans = self._seen if receives else self._shown
         parts = self.plan.parts_of(other) if spans else ()
-        return [
-            Link(
-                span.branch,
-                part if receives else span.part,
-                span.part if receives else part,
-                span.start,
-                span.stop,
-            )
-            for span in spans
-            for part in parts
-            if span.reaches(part)
-        ]
+        found = []
+        for span in spans:
+            for part in filter(span.reaches, parts):
+                keys, queries = (part, span.part) if receives else (span.part, part)
+                found.append(Link(span.branch, keys, queries, span.start, span.stop))
+        return found
 
     def _places(self, links: Sequence[Link]) -> list[Hashable]:
         """How keys and queries lie in local rows: all that a message and its tiles depend on."""
@@ -305,7 +302,7 @@ class RankPlan:
 
 
 def rank_plan(plan: PlanSpec, rank: int) -> RankPlan:
-    """What `rank` computes and exchanges: one object for as long as the plan is kept."""
+    """The part of `rank`: one object for as long as the plan is kept."""
     known: dict[int, RankPlan] = plan.ranks
     if rank not in known:
         if not 0 <= rank < plan.layout.world_size:
@@ -330,7 +327,7 @@ class AttentionPlan(PlanSpec):
     """The plan of all ranks: what was told, and `rank`, which derives what one rank does."""
 
     def rank(self, rank: int) -> RankPlan:
-        """What `rank` computes and exchanges."""
+        """The tiles and messages of `rank`."""
         return rank_plan(self, rank)
 
     replicated_groups = cache.replicated_groups

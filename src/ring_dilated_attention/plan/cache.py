@@ -43,7 +43,7 @@ from .tiling import tiling_of, zero_key_groups
 
 @dataclass(frozen=True)
 class CachedBranch:
-    """What a cache keeps of one branch.
+    """The keys of one branch that a cache keeps.
 
     Attributes:
         index: of the branch in the pattern.
@@ -154,7 +154,7 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What a cache keeps.
+    """The keys that a cache keeps, and the rows where they are.
 
     Attributes:
         pattern: which keys each head sees.
@@ -203,7 +203,7 @@ class CachePlan:
                     yield NewTile(branch, heads, kv_heads, queries, kept)
 
     def appended(self, length: int, count: int, shard: int) -> Iterator[KeptRows]:
-        """What a rank keeps of `count` new positions behind `length`, of which it has all rows."""
+        """Rows to keep of `count` new positions behind `length`, all of which the rank has."""
         for branch in self.branches:
             most = branch.slots * self.shards
             for offset, heads, kv_heads in branch.by_offset:
@@ -216,7 +216,7 @@ class CachePlan:
     def handed_over(
         self, layout: SequenceLayout, document: range, rank: int, shard: int
     ) -> Iterator[KeptRows]:
-        """What `rank` has of the document of a prompt that goes on, and `shard` is to keep.
+        """Rows of a prompt's last document that `rank` has, and that `shard` is to keep.
 
         `shard` is 0 where every rank keeps all.
         """
@@ -320,7 +320,7 @@ def plan_cache(
 
 
 def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[TileGroup, ...]:
-    """What `rank` computes for queries that every rank holds.
+    """The tiles of `rank`, with its own keys, for queries that every rank holds.
 
     Args:
         plan: the pattern, and which rank holds which keys.

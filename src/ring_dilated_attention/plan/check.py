@@ -141,7 +141,7 @@ class _World:
         return action.step, channel, len(self.expected[channel]) - 1
 
     def _quadruples_of(self, rank: int, action: Action, group: TileGroup) -> _Quadruples:
-        """What a group computes, which is checked the first time."""
+        """The (branch, head, query, key) of a group; the group is checked the first time."""
         key = group, id(action.step)  # steps that are alike share groups
         if key not in self.known:
             one, own = action.rank, self.held[rank]
@@ -236,6 +236,7 @@ def _zero_keys(
 
 
 def _expected_zero_keys(plan: AttentionPlan) -> dict[tuple[int, int, int], int]:
+    """Zero keys that each (branch, KV head, query) should see, position by position."""
     expected = {}
     if plan.is_causal or not plan.pattern.zero_keys:
         return {}
@@ -244,6 +245,7 @@ def _expected_zero_keys(plan: AttentionPlan) -> dict[tuple[int, int, int], int]:
             w = min(stop - start if length is None else length, stop - start)
             for segment in range(start, stop, w):
                 for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
+                    # ceil(w / rate) keys, as if the rate divided the segment's length
                     padded = range(segment + offset, segment + -(-w // rate) * rate, rate)
                     real = [place for place in padded if place < min(segment + w, stop)]
                     for place in real:

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes exchanged, bytes held, operations; and seconds, by a model.
+"""The costs of a plan: bytes exchanged, bytes held, operations; and seconds, by a model.
 
 Seconds (`predict`) are those of a rank's program. Other ranks are taken to be as fast as this one,
 and the rates are arguments.
@@ -195,7 +195,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What turns a plan into seconds.
+    """Rates of the cost model, by which a plan takes seconds.
 
     Attributes:
         forward: of compute.

@@ -53,7 +53,7 @@ class Action(NamedTuple):
 
     @property
     def groups(self) -> tuple[TileGroup, ...]:
-        """What it computes."""
+        """The tiles that it computes."""
         if self.kind != "tiles":
             return ()
         if self.step is not None:

@@ -1,4 +1,4 @@
-"""What a plan is made of: rows, tiles, messages, and parts of documents that share segments.
+"""The elements of a plan: rows, tiles, messages, parts of documents that share segments.
 
 Integers only. Progressions of rows are Python `range` objects, with steps >= 1.
 
@@ -110,7 +110,7 @@ class Tile(NamedTuple):
 class PackedTiles(NamedTuple):
     """Tiles of a single segment, alike but for start and length; their queries are their keys.
 
-    What packed documents come to: thousands of tiles, written down and handled as two columns.
+    Packed documents make thousands of tiles, which are written down and handled as two columns.
 
     Attributes:
         branch, heads, is_causal: as of a `Tile`.
@@ -128,13 +128,13 @@ class PackedTiles(NamedTuple):
     lengths: tuple[int, ...]
 
     def tiles(self) -> Iterator[Tile]:
-        """Each of them on its own."""
+        """Each tile on its own."""
         for start, length in zip(self.starts, self.lengths, strict=True):
             rows = Rows(start, length, self.stride, self.head_stride)
             yield Tile(self.branch, self.heads, 1, self.is_causal, rows, rows)
 
     def split(self, longest: float) -> tuple[PackedTiles, PackedTiles]:
-        """Those of at most `longest` rows a head, and the others."""
+        """The tiles of at most `longest` rows a head, and the others."""
         if not self.lengths or max(self.lengths) <= longest:
             return self, self._replace(starts=(), lengths=())
         short = [length <= longest for length in self.lengths]
@@ -166,12 +166,12 @@ class TileGroup:
 
     @property
     def branch(self) -> int:
-        """That of the first tile."""
+        """The branch of the first tile."""
         return (self.single or self.packed)[0].branch
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """All of them, one by one."""
+        """All tiles, one by one."""
         return (*self.single, *chain.from_iterable(many.tiles() for many in self.packed))
 
 
@@ -184,14 +184,14 @@ class Run(NamedTuple):
 
 
 class _Referable:
-    """What can be referred to weakly though it has slots."""
+    """Base of classes with slots to which weak references can be made."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True, slots=True)  # there are hundreds of thousands
 class Message(_Referable):
-    """What one rank sends another: K and V of `rows` distinct (row, head) pairs.
+    """A message of one rank to another: K and V of `rows` distinct (row, head) pairs.
 
     The runs list `slots` pairs; where branches share some, `slots` exceeds `rows` and each shared
     pair is sent once.
@@ -206,7 +206,7 @@ class Message(_Referable):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSize:
-    """What turns rows into bytes.
+    """The sizes that turn rows into bytes.
 
     Attributes:
         batch: sequences in the batch.
@@ -249,7 +249,7 @@ class Part(NamedTuple):
         return whole if length is None else min(length, whole)
 
     def within(self, start: int, stop: int) -> Part:
-        """What lies of the part in ``range(start, stop)``; nothing where start >= stop."""
+        """The part's positions in ``range(start, stop)``; empty where start >= stop."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return self._replace(start=start, stop=stop, local=self.local_row(start))
 
@@ -275,7 +275,7 @@ class Link(NamedTuple):
 
     @property
     def message_entry(self) -> tuple[int, int, int]:
-        """What tells the rows that the link needs from the other rows of a message."""
+        """Key by which the rows of this link are found in a message."""
         return self.branch, self.keys.start, self.start
 
 
@@ -365,7 +365,7 @@ class OwnRuns(tuple[OwnRun, ...]):
 
 
 def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
-    """What parts hold of the segments of `length`: neighbours that are equal are one entry.
+    """Runs of the segments of `length` that parts hold: equal neighbours are one entry.
 
     Those of several documents too: documents of one length, held one behind the other, cost no more
     than one.

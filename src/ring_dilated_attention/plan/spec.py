@@ -1,4 +1,4 @@
-"""What a plan is made from, and what follows from it for all ranks alike. Integers only."""
+"""The arguments of a plan, and what follows from them for all ranks alike. Integers only."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ class PlanSpec:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """Which rows each head takes part with."""
+        """The rows of each head, by branch; see `Tiling`."""
         return tiling_of(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
 
     @cached_property
     def gathers(self) -> bool:
-        """What ``exchange="auto"`` means here: True for gather, False for ring.
+        """Whether ``exchange="auto"`` chooses gather for this plan; False: ring.
 
         Gather is chosen where received keys and values take no more memory than the query and out
         of the largest shard: fewer, larger kernel calls are then worth it. With grouped queries,

@@ -54,7 +54,7 @@ def tiling_of(pattern: DilatedPattern, num_kv_heads: int, is_causal: bool, among
 
 @dataclass(frozen=True)
 class Tiling:
-    """Which rows each KV head takes part with, in a pattern."""
+    """The rows with which each KV head takes part in each branch of a pattern."""
 
     pattern: DilatedPattern
     num_kv_heads: int
@@ -270,7 +270,7 @@ def _even_runs(heads: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
 
 
 def _step(run: Sequence[_HeadRows]) -> _HeadRows:
-    """What each head of a run is ahead of the one before it."""
+    """Difference of two consecutive heads of a run; it is the same for all of them."""
     return _HeadRows(*(b - a for a, b in zip(run[0], run[min(1, len(run) - 1)], strict=True)))
 
 
@@ -369,7 +369,7 @@ class OwnRange(NamedTuple):
 
 
 class OwnWork(NamedTuple):
-    """What a rank computes of its own positions: row by row, or branch by branch.
+    """Work on a rank's own positions, split into row by row and branch by branch.
 
     A branch by itself is tiles, as large as a kernel likes them. Where they are too small for a
     kernel call each, one launch goes through all rows instead, and for each row through its
@@ -411,7 +411,7 @@ def own_ranges(parts: Sequence[Part], chosen: Mapping[int, FlaggedRows]) -> Iter
 
 
 class FlaggedRows:
-    """Which local rows are computed row by row: those of the runs that are flagged.
+    """The local rows that are computed row by row: the rows of the runs that are flagged.
 
     Attributes:
         first: whether the first run is.

@@ -159,7 +159,7 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[st
 
 
 def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _Result:
-    """One softmax over the keys of all ranks, the same bits on each, inside of a call.
+    """Merge results of all ranks into one softmax over their keys, with the same bits on each.
 
     out, (batch, m, heads, head_dim), and lse, (batch, m, heads), are those of this rank's keys,
     float32 or float64.
@@ -241,7 +241,7 @@ def _of_rank(
 
 
 def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, step: Step) -> _Result:
-    """By the decoding kernels, which write the new rows and move `lengths` on the device.
+    """Attend by the decoding kernels, which write the new rows and move `lengths` on the device.
 
     Returns:
         out (batch, m, heads, head_dim), in the dtype of the query, or float32 where ranks share the
@@ -271,7 +271,7 @@ def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, ste
 def _by_tiles(
     tensors: _Tensors, cache: DilatedKVCache, selection: Selection, scale: float
 ) -> _Result:
-    """By tiles: out and lse in float32 or float64."""
+    """Attend by tiles: out and lse in float32 or float64."""
     query, key, value = tensors
     batch, count, kv_heads, head_dim = key.shape
     q_bnkgd = query.reshape(batch, count, kv_heads, -1, head_dim)

@@ -191,9 +191,10 @@ class DilatedKVCache(DeepOnly):
         return self._lengths
 
     def set_known(self, lengths: Lengths, written: int = 1) -> None:
-        """Go back to what was known before `written` positions, at most `max_rewind` + 1.
+        """Take `written` positions back, at most `max_rewind` + 1, to lengths known before them.
 
-        The last of them has dropped no more than a row's next position does.
+        One more than `max_rewind`: the last of them has dropped no more keys than the next position
+        of the row will.
         """
         longest = map(max, lengths.longest, (n + written - 1 for n in lengths.known))
         self._set_lengths(Lengths(lengths.known, tuple(longest)))

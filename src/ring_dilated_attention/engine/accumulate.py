@@ -51,7 +51,7 @@ _NOTHING = nullcontext()
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """To which dtype autocast casts now; None where it is off, or does not know such devices."""
+    """The dtype to which autocast casts now; None where it is off, or knows no such device."""
     try:  # before torch 2.13, torch.compile cannot trace is_autocast_available
         enabled = torch.is_autocast_enabled(device_type)
     except RuntimeError:
@@ -174,7 +174,7 @@ class Streams:
             tensor.record_stream(self._side)
 
     def _event(self) -> torch.cuda.Event:
-        """One that nobody is yet to wait for."""
+        """An event, new or used before, that no stream is still to wait for."""
         try:
             return self._events.pop()
         except IndexError:

@@ -18,7 +18,7 @@ from ..plan import Rows, Tile
 from ..tiles import ALIGNMENT, Selection, reads_aligned_rows, reads_separate_rows
 
 MOST_PROGRAMS = 65_535
-"""Of the second and third axis of a CUDA grid, which kernels lay along segments and heads."""
+"""Limit of a CUDA grid in its second and third axis, which kernels lay along segments and heads."""
 
 
 class Place(NamedTuple):
@@ -54,7 +54,7 @@ _SINGLE = Axis(1, Place(), Place())
 
 
 class Placement(NamedTuple):
-    """Where a view lies in every tensor of the same strides: what `as_strided` takes.
+    """Size, stride and offset of a view, as `as_strided` takes them.
 
     Attributes:
         size: the shape of the view.

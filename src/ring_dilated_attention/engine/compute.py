@@ -31,7 +31,7 @@ from .blocks import Block, Placement, families
 from .device_tables import TABLES
 
 MOST_BLOCKS = 256
-"""Of a schedule, for its kernel calls to be kept: each takes about 3 KB."""
+"""Largest schedule, in blocks, of which kernel calls are kept: each takes about 3 KB."""
 _LAYOUTS_KEPT = 8
 
 FORWARD_WORKSPACE = 0.26
@@ -74,11 +74,11 @@ class TileCall:
 
     @cached_property
     def limits(self) -> Limits:
-        """Up to which sizes tiles share launches."""
+        """Largest sizes of tiles that share launches."""
         return self.selection.limits_of(self.own_flops)
 
     def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
-        """How many rows a slice may have that allocates `row_bytes` for each."""
+        """Number of rows that a slice may have if it allocates `row_bytes` for each."""
         if self.workspace is not None:
             return self.workspace * query.nbytes / row_bytes
         least = profile_of(query.device).rows(SLICE_ROWS)
@@ -370,7 +370,7 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where results of forward are merged.
+    """Out and lse into which results of forward are merged.
 
     out, like query; lse (batch, heads, local_sequence). `stores`: what they hold at the rows of a
     group is written over.
@@ -382,7 +382,7 @@ class Result(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where gradients are added: to those of `Inputs`, of the same shapes.
+    """Gradients of `Inputs`, of the same shapes, to which those of tiles are added.
 
     `stores_query`, `stores_keys`: what query, and what keys and values hold at the rows of a group
     is written over.
@@ -408,7 +408,7 @@ class Merged:
 
     @cached_property
     def room(self) -> torch.Tensor:
-        """For `delta`: memory of the stream that asks for it."""
+        """Memory for `delta`, allocated on the stream that asks for it first."""
         return torch.empty_like(self.lse)
 
     @cached_property
@@ -449,7 +449,7 @@ def forward(
 
 
 def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
-    """All tiles that share a launch, merged where they belong."""
+    """Compute all tiles that share a launch, and merge their results."""
     from ..kernels import tiles_forward
 
     query, (out, lse, store) = inputs.query, result

@@ -111,7 +111,7 @@ class DeviceTables:
             return found
 
     def _drop(self) -> None:
-        """Of more than KEPT_BYTES, drop what recent calls have not used, the oldest first."""
+        """Drop tables that recent calls have not used, the oldest first, down to KEPT_BYTES."""
         excess = self.nbytes - KEPT_BYTES
         if excess <= 0:
             return
@@ -158,4 +158,4 @@ class DeviceTables:
 
 
 TABLES = DeviceTables()
-"""Of all calls of this process."""
+"""The tables of all calls of this process."""

@@ -61,7 +61,7 @@ class RingCall:
 
 
 _KEPT = 16
-"""Of a plan: `Prepared` and programs."""
+"""Number of `Prepared` and programs that a plan keeps."""
 
 
 class Prepared:

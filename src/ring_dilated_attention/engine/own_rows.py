@@ -21,10 +21,10 @@ from .device_tables import TABLES
 BLOCK_ROWS = 64
 """Rows of a block of the kernels at most."""
 FEWEST_ROWS = 4
-"""Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+"""Fewest rows of a cell that is computed row by row: with fewer, most of a block is empty."""
 MOST_SHARE = 0.25
-"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
-launch of their own."""
+"""Largest share of blocks that may be nearly empty, for a few cells of fewer rows to need no launch
+of their own."""
 
 
 class OwnLaunch:

@@ -60,10 +60,10 @@ class LostPeerError(ExchangeError):
 
 
 class Connection(Protocol):
-    """How a rank tells the others of its group that it goes on with them no more."""
+    """A rank's connection to its group, by which it says that it has left."""
 
     def leave(self, why: str) -> None:
-        """Have the others' waits for this rank fail; the first rank's reason is kept for them."""
+        """Make the others' waits for this rank fail; the first rank's reason is kept for them."""
 
     def reason(self) -> str | None:
         """Why the first rank has left, if one did and has said so."""
@@ -165,7 +165,7 @@ class Calls:
         return ExchangeError(text)
 
     def agree_later(self, agreement: Callable[[], object]) -> None:
-        """Have the call under way agreed on before its first row moves, and before it ends."""
+        """Put off the agreement on this call until before its first row moves, or else its end."""
         self._agreement = agreement
 
     def before_rows(self) -> None:
@@ -210,7 +210,7 @@ class Calls:
 
 
 def _name(thread: threading.Thread) -> str:
-    """Of a thread, for messages: those that Python did not start are autograd's."""
+    """Name of a thread for messages; threads that Python did not start are autograd's."""
     return "one of autograd" if thread.name.startswith("Dummy-") else repr(thread.name)
 
 

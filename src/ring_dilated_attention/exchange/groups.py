@@ -189,7 +189,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 process on its own."""
 
 _OWN = "exchange "
-"""Begins the names of `Exchange` objects that callers have made."""
+"""Prefix of the names of `Exchange` objects that callers have made."""
 
 _MEMBERS = ("rank", "world_size", "calls", "start", "begin", "maximum", "share")
 """The members by which an `Exchange` is recognised."""

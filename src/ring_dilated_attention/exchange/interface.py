@@ -40,7 +40,7 @@ def untraced(function: F) -> F:
 
 
 class _OfOneRank(Calls):
-    """They have no order that others would have to follow, so they are not counted."""
+    """Calls of a single rank: no other has to make them in the same order, so none is counted."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -31,10 +31,10 @@ _HEAD = struct.Struct("=qq")
 """The header of an agreement: a number, and how many bytes come with it."""
 
 _LEFT = "left"
-"""In the store: why the first rank has left."""
+"""Key of the store under which the first rank that leaves says why."""
 
 _ANSWER_S = 2.0
-"""So long the store, which is in the process of a rank as a rule, may take to answer."""
+"""Seconds that the store may take to answer; as a rule it lives in the process of a rank."""
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
@@ -43,7 +43,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """How long a group waits, in seconds: for tensors on the CPU where it takes those."""
+    """Timeout of a group in seconds; that for tensors on the CPU where it takes those."""
     if is_fake(group):
         return 0.0
     device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
@@ -211,7 +211,7 @@ def _said(error: RuntimeError) -> str:
 
 
 def _devices(store: dist.Store) -> list[Any]:
-    """By the interfaces that the user names, else the network that leads to the host of the store.
+    """Interfaces for gloo: those that the user names, else the one that leads to the store's host.
 
     gloo would take the one that this host's name leads to, which can be the loopback interface.
     """

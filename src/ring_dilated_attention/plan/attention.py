@@ -155,7 +155,7 @@ class RankPlan:
 
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:
-        """All of them, in the order of the plan; a length of None: no document is longer."""
+        """Number and segment length of each branch; length None: no document is longer."""
         longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
         return [
             (branch, None if length is None or length >= longest else length)
@@ -278,7 +278,7 @@ class RankPlan:
         return found
 
     def _places(self, links: Sequence[Link]) -> list[Hashable]:
-        """How keys and queries lie in local rows: all that a message and its tiles depend on."""
+        """Key of links whose messages and tiles are alike: how their parts lie in local rows."""
         rates = self.plan.pattern.dilation_rates
         starts = sorted({link.keys.start for link in links})  # messages go by positions
         found: list[Hashable] = []

@@ -69,7 +69,7 @@ class CachedBranch:
         return len(range(offset, self.segment_length, self.dilation_rate))
 
     def members_before(self, offset: int, position: int) -> int:
-        """How many members lie before a position: the number of the next one at or behind it."""
+        """Number of members before a position, which is the number of the next one."""
         if self.segment_length is None:
             return len(range(offset, position, self.dilation_rate))
         segment, within = divmod(position, self.segment_length)
@@ -185,7 +185,7 @@ class CachePlan:
         return 2 * batch * self.rows * head_dim * itemsize
 
     def own_members(self, members: range, shard: int) -> range:
-        """Of consecutive members those that a rank holds, in its own numbers."""
+        """The part of consecutive members that a rank holds, in its own numbers."""
         if self.shards == 1:
             return members
         first, stop = (-(-(end - shard) // self.shards) for end in (members.start, members.stop))
@@ -237,7 +237,7 @@ class CachePlan:
         rows: range,
         shard: int,
     ) -> Iterator[KeptRows]:
-        """Of consecutive members, and the rows where they lie, those that a rank keeps."""
+        """The part of consecutive members that a rank keeps, and their rows."""
         own = self.own_members(members, shard)
         if own:
             first = own.start * self.shards + shard - members.start
@@ -247,7 +247,7 @@ class CachePlan:
 def _held(
     members: range, positions: range, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[range, range]]:
-    """Of consecutive members those that a rank holds, as (members, its rows)."""
+    """The parts of consecutive members that a rank holds, as (members, its rows)."""
     row = 0  # where a range of the rank begins
     for low, high in ranges:
         first, stop = (
@@ -260,7 +260,7 @@ def _held(
 
 
 def shifted(numbers: range, by: int) -> range:
-    """Each number, and `by` more."""
+    """The range with `by` added to each number."""
     return range(numbers.start + by, numbers.stop + by, numbers.step)
 
 

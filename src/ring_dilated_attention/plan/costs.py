@@ -151,7 +151,7 @@ def _pairs_before(plan: AttentionPlan, position: int) -> int:
 
 
 def enumerated(plan: AttentionPlan) -> int:
-    """How many things `check_plan` looks at, at most: what its time and memory grow with.
+    """Bound on the things that `check_plan` looks at; its time and memory grow with it.
 
     They are (branch, KV head, query, key) quadruples, the positions of every branch and KV head,
     and the steps of every rank.

@@ -43,7 +43,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def union_size(progressions: Sequence[range]) -> int:
-    """How many numbers lie in at least one of the progressions.
+    """Size of the union of progressions.
 
     Each progression adds its own size less what the earlier ones already hold of it. Segments of a
     pattern that share a border overlap in nested progressions, which are dropped at once, so the
@@ -73,7 +73,7 @@ def _maximal(progressions: list[range]) -> list[range]:
 
 
 class Rows(NamedTuple):
-    """Where the rows of a tile are.
+    """Places of the rows of a tile.
 
     Row i of head number j in segment s: ``start + s * segment_stride + j * head_stride +
     i * stride``.
@@ -298,7 +298,7 @@ def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) 
 
 
 class Span(NamedTuple):
-    """Where the other parts lie that share a segment of a branch with `part`."""
+    """A segment of a branch that `part` shares with other parts, and where these lie."""
 
     branch: int
     part: Part
@@ -336,7 +336,7 @@ class OwnRun(NamedTuple):
 
 
 class OwnRuns(tuple[OwnRun, ...]):
-    """All that a rank holds of the segments of a length, in local order."""
+    """The runs of segments of a length that a rank holds, in local order."""
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -346,7 +346,7 @@ class OwnRuns(tuple[OwnRun, ...]):
 
     @cached_property
     def most_copies(self) -> int:
-        """The most equal ones of an entry."""
+        """The largest number of equal runs in an entry."""
         return max([run[3] for run in self], default=0)
 
     @cached_property
@@ -355,7 +355,7 @@ class OwnRuns(tuple[OwnRun, ...]):
         return sum([size * copies for size, _, _, copies in self])
 
     def shorter_than(self, size: int) -> int:
-        """How many have fewer positions."""
+        """Number of runs with fewer positions."""
         return sum([run.copies for run in self if run.size < size])
 
     @cached_property

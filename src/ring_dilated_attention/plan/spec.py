@@ -107,7 +107,7 @@ class PlanSpec:
         return sorted(lengths, key=lambda item: item[0] != self.covering)
 
     def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
-        """Where other parts lie whose keys queries of `parts` see, or whose queries see theirs."""
+        """Segments shared with parts whose keys `parts` see, and with parts that see theirs."""
         cut_parts = [part for part in parts if not part.is_whole]
         found = [
             span

@@ -328,7 +328,7 @@ def _join_tiles(
 
 
 def _join(a: Tile, b: Tile) -> Tile | None:
-    """One tile in place of two, where that is possible."""
+    """The tile that is the union of two; None where they are no rectangle together."""
     if a._replace(queries=b.queries, keys=b.keys) != b or a.is_causal or a.segments > 1:
         return None
     if a.keys == b.keys and _goes_on(a.queries, b.queries):

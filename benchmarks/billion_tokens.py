@@ -8,6 +8,7 @@ Times calls, and recomputes rows in float64 at positions in every branch and at 
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import torch
@@ -17,7 +18,7 @@ from harness import join, leave, spread, write
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import take_turns
-from ring_dilated_attention.checks import Shard, positions_to_check, spot_check
+from ring_dilated_attention.checks import Shard, spot_check
 from ring_dilated_attention.exchange import resolve_exchange
 from ring_dilated_attention.named_patterns import named
 
@@ -33,6 +34,22 @@ def extended(length: int) -> DilatedPattern:
         w, r = 2 * w, 2 * r
         kept.append((min(w, length), r))
     return DilatedPattern([w for w, _ in kept], [r for _, r in kept])
+
+
+def positions_to_check(pattern: DilatedPattern, layout: SequenceLayout, seed: int) -> list[int]:
+    """Two positions at random in every branch, and both sides of every border of ranks."""
+    random, length = Random(seed), layout.length
+    positions = {0, length - 1}
+    for branch, (w, rate) in enumerate(pattern.branches):
+        w = length if w is None else min(w, length)
+        offset = dict(pattern.heads(branch, 1)).get(0, w)
+        for _ in range(2):
+            start = random.randrange(-(-length // w)) * w
+            rows = range(start + offset, min(start + w, length), rate)
+            positions.update(random.sample(rows, min(1, len(rows))))
+    borders = {border for ranges in layout.ranges for each in ranges for border in each}
+    near = {position for border in borders for position in (border - 1, border)}
+    return sorted(positions | {p for p in near if 0 <= p < length})
 
 
 def main(
@@ -74,7 +91,7 @@ def main(
     result, lse, *gradients = call()
     detached = [x.detach() for x in (query, key, value, result)]
     shard = Shard(*detached, lse, dout, *gradients) if backward else Shard(*detached, lse)
-    positions = positions_to_check(pattern, layout, seed=seed)
+    positions = positions_to_check(pattern, layout, seed)
     errors = spot_check(shard, pattern, layout, resolve_exchange(ranks.world), positions)
     if ranks.rank == 0:
         found = {

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
 from ring_dilated_attention.integrations.transformers import (
     set_attention,
     set_layout,
@@ -45,30 +45,30 @@ class SequenceParallelTrainer(Trainer):
             factor = self.args.label_smoothing_factor
             raise ValueError(f"label_smoothing_factor must be 0 where ranks share; got {factor}")
 
-    def get_train_dataloader(self):
-        """See Trainer."""
-        return self._over_data_groups(self.train_dataset, self._train_batch_size, shuffle=True)
-
     def get_eval_dataloader(self, eval_dataset=None):
         """See Trainer."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._over_data_groups(data, self.args.eval_batch_size, shuffle=False)
+        # Dealt by hand: accelerate would repeat rows until all groups have equally many.
+        own = range(self.mesh.get_local_rank("dp"), len(data), self.mesh["dp"].size())
+        return self._loader(Subset(data, own), self.args.eval_batch_size)
 
-    def _over_data_groups(self, data, batch_size, shuffle):
-        """Batches that differ between data-parallel groups, and not within one."""
-        order = torch.Generator().manual_seed(self.args.seed)  # the same on every rank
-        loader = DataLoader(
+    def _loader(self, data, batch_size, **options):
+        return DataLoader(
             data,
             batch_size=batch_size,
-            shuffle=shuffle,
-            generator=order,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
-            drop_last=self.args.dataloader_drop_last,
+            **options,
         )
+
+    def get_train_dataloader(self):
+        """Batches that differ between data-parallel groups, and not within one."""
+        order = torch.Generator().manual_seed(self.args.seed)  # the same on every rank
+        drop_last = self.args.dataloader_drop_last
+        options = {"shuffle": True, "generator": order, "drop_last": drop_last}
         return prepare_data_loader(
-            loader,
+            self._loader(self.train_dataset, self._train_batch_size, **options),
             self.args.device,
             num_processes=self.mesh["dp"].size(),
             process_index=self.mesh.get_local_rank("dp"),
@@ -92,10 +92,26 @@ class SequenceParallelTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss alone: logits are those of a shard."""
-        inputs = self._shard(inputs)
+        count, group = len(inputs["input_ids"]), self.mesh["sp"]
+        inputs = self._prepare_inputs(self._shard(inputs))
         set_layout(self.model, inputs.pop("layout"))
-        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
-        return self.accelerator.reduce(loss, "mean"), None, None  # logits are those of a shard
+        labels = labels_per_rank(inputs["shift_labels"], group, group)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = model(**inputs, num_items_in_batch=labels).loss
+        dist.all_reduce(loss, group=group.get_group())
+        loss /= group.size()
+        self.evaluated += torch.tensor([count * loss.item(), count])
+        return loss, None, None
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        """The mean over rows, as on one process: Trainer's would count each rank of a group."""
+        self.evaluated = torch.zeros(2, dtype=torch.float64)  # of this group: losses, rows
+        self.gather_function = lambda losses: losses  # groups may have unequal numbers of batches
+        found = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        total = self.evaluated.to(self.args.device)
+        dist.all_reduce(total, group=self.mesh.get_group("dp"))
+        found.metrics[f"{metric_key_prefix}_loss"] = (total[0] / total[1]).item()
+        return found
 
 
 # --8<-- [end:trainer]
@@ -209,10 +225,13 @@ def main() -> None:
     train_alone(twin, steps, arguments)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-    held_out = texts(2 * shape[0])
-    loss = trainer.evaluate(held_out)["eval_loss"]
-    with torch.no_grad():
-        expected = twin(**collate(held_out)).loss.item()
+    held_out = texts(4 * shape[0] + 1)  # batches of unequal size
+    loss, expected = trainer.evaluate(held_out)["eval_loss"], 0.0
+    for group in range(shape[0]):
+        own = held_out[group :: shape[0]]
+        for rows in (own[first : first + 2] for first in range(0, len(own), 2)):
+            with torch.no_grad():
+                expected += len(rows) * twin(**collate(rows)).loss.item() / len(held_out)
     if dist.get_rank() == 0:
         print(f"loss {loss:.4f}; on one process {expected:.4f}")
         print(f"largest relative difference of weights from one process: {error:.1e}")

@@ -8,23 +8,23 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "bench": (877, 4),
-    "checks": (1_720, 6),
-    "cli": (1_133, 6),
-    "decode": (1_704, 6),
+    "bench": (889, 4),
+    "checks": (1_652, 6),
+    "cli": (1_015, 6),
+    "decode": (1_557, 6),
     "draw": (682, 4),
-    "engine": (2_243, 8),
+    "engine": (2_181, 8),
     "exchange": (1_593, 7),
-    "integrations": (4_034, 11),
-    "kernels": (3_373, 10),
-    "nn": (3_476, 14),
-    "parallel": (1_085, 4),
-    "plan": (3_061, 9),
-    "the root": (2_183, 10),
+    "integrations": (3_574, 11),
+    "kernels": (3_386, 10),
+    "nn": (3_306, 14),
+    "parallel": (1_083, 4),
+    "plan": (2_772, 9),
+    "the root": (2_128, 9),
     "tiles": (1_000, 6),
-    "torch_op": (1_015, 5),
+    "torch_op": (1_064, 5),
 }
-MOST_TESTS = 23_000
+MOST_TESTS = 21_900
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

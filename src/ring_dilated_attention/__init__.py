@@ -53,30 +53,20 @@ __all__ = [
 ]
 
 _FROM = {
-    "AttentionOptions": "options",
-    "AttentionPlan": "plan",
-    "Case": "checks",
-    "DilatedKVCache": "decode",
-    "DilatedPattern": "pattern",
-    "ExchangeError": "exchange",
-    "HeadSlice": "pattern",
-    "ProcessGroupExchange": "exchange",
-    "SequenceLayout": "layout",
-    "SoloExchange": "exchange",
-    "cached_attention": "decode",
-    "check_same_batch": "parallel",
-    "detached_dilated_attention": "functional",
-    "dilated_attention": "functional",
-    "hilbert_order": "nn",
-    "keep_attention": "nn",
-    "labels_per_rank": "parallel",
-    "plan_attention": "plan",
-    "reference_attention": "checks",
-    "replicated_query_attention": "decode",
-    "shard": "parallel",
-    "simulate": "checks",
-    "spot_check": "checks",
-    "unshard": "parallel",
+    name: module
+    for module, names in {
+        "checks": ("Case", "reference_attention", "simulate", "spot_check"),
+        "decode": ("DilatedKVCache", "cached_attention", "replicated_query_attention"),
+        "exchange": ("ExchangeError", "ProcessGroupExchange", "SoloExchange"),
+        "functional": ("detached_dilated_attention", "dilated_attention"),
+        "layout": ("SequenceLayout",),
+        "nn": ("hilbert_order", "keep_attention"),
+        "options": ("AttentionOptions",),
+        "parallel": ("check_same_batch", "labels_per_rank", "shard", "unshard"),
+        "pattern": ("DilatedPattern", "HeadSlice"),
+        "plan": ("AttentionPlan", "plan_attention"),
+    }.items()
+    for name in names
 }
 """The module that defines each public name."""
 

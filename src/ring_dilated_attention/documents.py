@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from itertools import groupby, pairwise
+from typing import Any, TypeAlias
 
 import torch
 
-from .caches import INT_BYTES, cache_by_size
 from .pattern import INT_LIMIT, in_brief, shape_in_brief
 
 Integers: TypeAlias = Sequence[int] | torch.Tensor
@@ -20,18 +19,6 @@ Integers: TypeAlias = Sequence[int] | torch.Tensor
 
 SHOWN = 8
 """Borders that a message shows."""
-
-
-class PackedRows(NamedTuple):
-    """Rows of a batch that hold the same documents.
-
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        borders: cumulative lengths of their documents; positions behind the last are padding.
-    """
-
-    rows: slice
-    borders: tuple[int, ...]
 
 
 def ints_or_tensor(
@@ -120,16 +107,9 @@ def _as_int(name: str, number: Any) -> int:
         raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
 
 
-def _nbytes(arguments: tuple[Any, ...], rows: tuple[PackedRows, ...]) -> int:
-    documents, lengths, *_ = arguments
-    numbers = len(documents) + len(lengths) + sum(len(packed.borders) for packed in rows)
-    return numbers * INT_BYTES
-
-
-@cache_by_size(8 << 20, _nbytes)
 def packed_rows(
-    documents: tuple[int, ...], lengths: tuple[int, ...], batch: int, total: int
-) -> tuple[PackedRows, ...]:
+    documents: Sequence[int], lengths: Sequence[int], batch: int, total: int
+) -> tuple[tuple[slice, tuple[int, ...]], ...]:
     """Sort the rows of a batch by what they hold.
 
     Args:
@@ -139,22 +119,24 @@ def packed_rows(
         total: number of positions of the whole sequence.
 
     Returns:
-        All rows, each once; those of one length together as far as they are evenly spaced.
+        Rows that hold the same documents, evenly spaced: indexing with the slice gives a view; and
+        the borders of these documents, behind the last of which positions are padding. All rows,
+        each once.
 
     Raises:
         ValueError: there is not one length for each row, or see `document_borders`.
     """
     if not lengths:
-        return (PackedRows(slice(None), document_borders(documents or None, None, total)),)
+        return ((slice(None), document_borders(documents or None, None, total)),)
     if len(lengths) != batch:
         raise ValueError(
             f"lengths must hold one number for each of {batch} rows; got {in_words(lengths)}"
         )
     borders = {m: document_borders(documents or None, m, total) for m in dict.fromkeys(lengths)}
     if len(borders) == 1:
-        return (PackedRows(slice(None), borders[lengths[0]]),)
+        return ((slice(None), borders[lengths[0]]),)
     return tuple(
-        PackedRows(rows, borders[length])
+        (rows, borders[length])
         for length in borders
         for rows in even_slices([row for row, m in enumerate(lengths) if m == length])
     )
@@ -180,8 +162,9 @@ def document_borders(
     Positions behind the valid ones are padding and belong to no document.
 
     Args:
-        documents: cumulative lengths ``[0, ..., total]``; None: one document. With `length` they
-            may end anywhere from `length` on, and are cut off there.
+        documents: cumulative lengths ``[0, ..., total]``; None: one document. Documents of length 0
+            are left out, as are those that pad a list to a fixed number of them: ``[0, 5, 9, 9]``.
+            With `length` they may end anywhere from `length` on, and are cut off there.
         length: number of valid positions; None: all.
         total: number of positions of the whole sequence.
 
@@ -197,7 +180,7 @@ def document_borders(
     stop = total if length is None else length
     if documents is None:
         return (0, stop) if stop else (0,)
-    borders = tuple(documents)
+    borders = tuple(border for border, _ in groupby(documents))
     rises = borders[:1] == (0,) and all(map(operator.lt, borders, borders[1:]))
     if not (rises and stop <= borders[-1] <= total):
         end = f"{total}" if length is None else f"{stop} or more, up to {total}"

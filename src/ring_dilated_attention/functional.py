@@ -108,8 +108,9 @@ def dilated_attention(
             positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
             into segments on its own, a segment length of None is the whole document, and attention
-            never crosses a border; ranks may hold any parts of any documents. All rows of the batch
-            have the same documents. Under torch.compile, another number of documents is another
+            never crosses a border; ranks may hold any parts of any documents. A document may be
+            empty, so ``cu_seqlens`` may be padded at the end with n. All rows of the batch have the
+            same documents. Under torch.compile, another number of documents is another
             graph where they are ints, and not where they are a tensor. None: one document.
         lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
             positions of the whole sequence, 0 to n, and padding behind them. A row gives exactly
@@ -131,8 +132,8 @@ def dilated_attention(
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`
         also lse (batch, heads, local_sequence), natural logarithm, float32 (float64 for float64
-        inputs), outside of autograd. Under autocast the inputs are cast as they are for
-        `scaled_dot_product_attention`.
+        inputs), with its gradient (as for a z-loss, or to merge results by hand). Under autocast
+        the inputs are cast as they are for `scaled_dot_product_attention`.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
@@ -161,8 +162,11 @@ def dilated_attention(
         if given.layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
         # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
-        known_documents, traced_documents = ints_or_tensor("documents", documents)
-        known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
+        known_documents = traced_documents = known_lengths = traced_lengths = None
+        if documents is not None:
+            known_documents, traced_documents = ints_or_tensor("documents", documents)
+        if lengths is not None:
+            known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
         flat = flat_options(
             pattern,
             given,

@@ -124,17 +124,13 @@ def _check_segment_length(value: Any) -> int:
         raise TypeError(f"{error}; None is the whole document") from None
 
 
-def _length_of(value: Any) -> str:
-    """How long a list or tuple is, to follow `in_brief` in a message."""
-    return f" of length {len(value)}" if isinstance(value, (list, tuple)) else ""
-
-
 def check_head_slice(value: Any) -> HeadSlice:
     """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
+        length = f" of length {len(value)}" if isinstance(value, (list, tuple)) else ""
         raise TypeError(
             "head_slice must be (start, stop, total), KV heads start to stop (excluded) of total; "
-            f"got {in_brief(value)}{_length_of(value)}"
+            f"got {in_brief(value)}{length}"
         )
     start, stop, total = (check_int("head_slice", number) for number in value)
     if not 0 <= start < stop <= total:
@@ -302,16 +298,7 @@ class DilatedPattern:
             TypeError, ValueError: see `slice_for`.
         """
         found = self.slice_for(head_slice, num_kv_heads)
-        if found == self.head_slice:
-            return self
-        return DilatedPattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            head_offsets=self.head_offsets,
-            head_branches=self.head_branches,
-            zero_keys=self.zero_keys,
-            head_slice=found,
-        )
+        return self if found == self.head_slice else replace(self, head_slice=found)
 
     def heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         """The KV heads that run branch number `branch`, in order, each with its offset.

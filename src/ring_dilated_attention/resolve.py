@@ -7,13 +7,14 @@ them into plans and back ends, and into the words in which ranks compare their c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache, update_wrapper
+from threading import Lock
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .caches import INT_BYTES, cache_by_size
 from .documents import SHOWN, in_words, packed_rows
 from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
@@ -21,6 +22,66 @@ from .options import AttentionOptions
 from .pattern import DilatedPattern, HeadBranches, HeadOffsets
 from .plan import AttentionPlan, RankPlan, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
+
+T = TypeVar("T")
+
+INT_BYTES = 40
+"""Of an int in a tuple: the object, and the reference to it."""
+
+
+class CachedBySize(Generic[T]):
+    """A function of hashable positional arguments that keeps results: see `cache_by_size`."""
+
+    def __init__(
+        self, function: Callable[..., T], most_bytes: int, nbytes: Callable[[Any, Any], int]
+    ) -> None:
+        update_wrapper(self, function)
+        self._function, self._most_bytes, self._nbytes = function, most_bytes, nbytes
+        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._lock = Lock()
+        self.held = 0
+
+    def __call__(self, *arguments: Hashable) -> T:
+        """The result, kept or made."""
+        found = self._kept.get(arguments)
+        if found is not None:  # without the lock, which takes as long as all of this
+            try:  # noqa: SIM105 - on every call, and `suppress` takes twice as long
+                self._kept.move_to_end(arguments)
+            except KeyError:  # another thread has just dropped it
+                pass
+            return found[0]
+        result = self._function(*arguments)
+        size = self._nbytes(arguments, result)
+        with self._lock:
+            if arguments not in self._kept:
+                self._kept[arguments] = result, size
+                self.held += size
+            while self.held > self._most_bytes and len(self._kept) > 1:
+                self.held -= self._kept.popitem(last=False)[1][1]
+        return result
+
+    def forget(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._kept.clear()
+            self.held = 0
+
+
+def cache_by_size(
+    most_bytes: int, nbytes: Callable[[Any, Any], int]
+) -> Callable[[Callable[..., T]], CachedBySize[T]]:
+    """Keep the results of a function's most recent calls, as far as they fit in `most_bytes`.
+
+    The result of the last call is kept whatever its size is: its caller holds it anyway.
+
+    Args:
+        most_bytes: of all arguments and results together.
+        nbytes: ``nbytes(arguments, result)``, roughly what the two take; `arguments` is a tuple.
+
+    Returns:
+        A decorator. Threads may share the function; `held` is the bytes that it keeps.
+    """
+    return lambda function: CachedBySize(function, most_bytes, nbytes)
 
 
 class FlatOptions(NamedTuple):
@@ -222,7 +283,7 @@ def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -
     """
     _check_layout(options, shape[1], ends.rank, ends.world_size)
     total = options.layout_of(shape[1], ends.world_size).length
-    packed_rows(tuple(options.documents), tuple(options.lengths), shape[0], total)
+    packed_rows(options.documents, options.lengths, shape[0], total)
 
 
 def _check_layout(
@@ -347,6 +408,6 @@ def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
 
 
 def forget_plans() -> None:
-    """Drop what is kept of the calls so far: plans, schedules, lists of documents."""
-    for kept in (_resolve, _plan, packed_rows):
+    """Drop what is kept of the calls so far: plans, schedules."""
+    for kept in (_resolve, _plan):
         kept.forget()

@@ -26,7 +26,6 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import hilbert_order, inverse_order
 from ring_dilated_attention.options import OptionFields
 
 SHAPE = 2, 6, 4, 8
@@ -186,13 +185,6 @@ def test_odd_values_of_an_argument(name):
 
 TRIPLE = SequenceLayout([[(0, 2)], [(2, 4)], [(4, 6)]])
 NAMES = "head_offsets", "head_branches", "zero_keys"
-POINTS = [
-    [[0, 1]] * 9999,
-    torch.zeros(4, 2).bool(),
-    torch.zeros(4, 4),
-    torch.full((4, 2), torch.nan),
-]
-ORDERS = [[0, 1] * 9999, torch.zeros(4), torch.tensor([0, 0, 2]), ORDER + 1, ORDER - 1]
 OTHERS: dict[str, list[Any]] = {
     "pattern": [
         partial(DilatedPattern, *arguments)
@@ -210,10 +202,6 @@ OTHERS: dict[str, list[Any]] = {
         partial(TRIPLE.unshard, [torch.zeros(2)] * 3, 4),
         *(partial(TRIPLE.positions, rank) for rank in (-1, 3)),
         partial(TRIPLE.local_length, "0"),
-    ],
-    "Hilbert order": [
-        *(partial(hilbert_order, points) for points in POINTS),
-        *(partial(inverse_order, order) for order in ORDERS),
     ],
     "module": [
         partial(layer, HUGE),

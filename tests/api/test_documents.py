@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +22,13 @@ from ring_dilated_attention.checks import (
     make_layout,
     relative_error,
     run_case,
-    run_cases,
-    run_ranks,
 )
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import build_cells
 from ring_dilated_attention.nn import (
     DilatedAttention,
-    LongNet,
-    LongNetConfig,
     MultiheadDilatedAttention,
-    document_positions,
 )
 from ring_dilated_attention.plan import TileGroup, check_plan
 from ring_dilated_attention.torch_op import padding
@@ -150,25 +144,9 @@ def test_tensors_are_as_good_as_lists(dtype):
     assert all(map(torch.equal, got, want))
 
 
-def test_padding_is_no_work():
-    layout = SequenceLayout.contiguous(64, 4)
-    short, long = (
-        plan_attention(PATTERN, SequenceLayout.contiguous(n, 1), is_causal=False).rank(0)
-        for n in (17, 64)
-    )
-    for documents in (None, (0, 17), (0, 17, 64)):
-        plan = plan_attention(PATTERN, layout, is_causal=False, documents=documents, length=17)
-        ranks = [plan.rank(rank) for rank in range(4)]
-        assert sum(rank.pairs for rank in ranks) == short.pairs < long.pairs
-        assert [rank.total_sent_rows > 0 for rank in ranks] == [True, True, False, False]
-
-
 def test_rows_of_a_batch_that_run_together():
     def rows(lengths):
-        return [
-            (packed.rows, packed.borders[-1])
-            for packed in packed_rows((), lengths, len(lengths), 9)
-        ]
+        return [(some, borders[-1]) for some, borders in packed_rows((), lengths, len(lengths), 9)]
 
     assert rows((9, 9)) == [(slice(None), 9)]
     assert rows((4, 9, 4, 9)) == [(slice(0, 3, 2), 4), (slice(1, 4, 2), 9)]
@@ -228,34 +206,6 @@ def test_multihead_attention_takes_torch_padding_masks():
     heads = torch.randn(2, 13, 3, 8)
     got = attention(heads, heads, heads, key_padding_mask=mask)
     assert torch.equal(got, attention(heads, heads, heads, lengths=lengths))
-
-
-# --- Process groups
-
-
-GLOO = [
-    Case(
-        pattern=PATTERN,
-        layout=make_layout(name, 37, 3),
-        batch=3,
-        is_causal=is_causal,
-        documents=documents,
-        lengths=lengths,
-        exchange=exchange,  # type: ignore[arg-type]
-    )
-    for name, is_causal, exchange in (("zigzag", True, "ring"), ("uneven", False, "gather"))
-    for documents in (None, (0, 7, 8, 36, 37))
-    for lengths in ((5, 37, 5), (0, 20, 1), (37, 37, 37))
-]
-
-
-def _processes(rank, world_size):
-    return run_cases(rank, world_size, GLOO)
-
-
-def test_process_groups():
-    outcomes = combine(run_ranks(_processes, 3))
-    assert all(o.passes(case.dtype) for case, o in zip(GLOO, outcomes, strict=True))
 
 
 # --- Masks that are read once
@@ -334,50 +284,6 @@ def test_masks_are_not_captured(monkeypatch):
         dilated_attention(query, query, query, PATTERN, key_padding_mask=mask)
 
 
-# --- Models
-
-
-def test_positions_restart():
-    positions = SequenceLayout.zigzag(12, 2).positions(0)
-    got = document_positions(positions, torch.tensor([0, 2, 10, 12]))
-    assert got.tolist() == [0, 1, 0, 7, 0, 1]
-    with pytest.raises(ValueError, match=r"documents must rise from 0; got \(1, 12\)"):
-        document_positions(positions, [1, 12])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_model_of_packed_documents(world_size):
-    torch.manual_seed(0)
-    config = LongNetConfig(
-        num_layers=2,
-        embed_dim=32,
-        num_heads=4,
-        ffn_dim=48,
-        segment_lengths=(6, None),
-        dilation_rates=(1, 3),
-    )
-    model = LongNet(config, checkpoint="full").double()
-    tokens, documents = torch.randint(256, (2, 30)), [0, 4, 5, 23, 30]
-    layout = SequenceLayout.zigzag(30, world_size)
-
-    def rank(ends):
-        shard = layout.shard(tokens, ends.rank, 1)
-        return model(shard, documents=documents, group=ends, layout=layout).detach()
-
-    got = layout.unshard(run_loopback(world_size, rank), 1)
-    for start, stop in pairwise(documents):
-        alone = model(tokens[:, start:stop])
-        assert relative_error(got[:, start:stop], alone.detach()) < FLOAT64
-
-    def refused(ends):
-        shard = layout.shard(tokens, ends.rank, 1)
-        wrong = documents if ends.rank else documents[:-1]
-        with pytest.raises(ValueError, match="documents must rise from 0 to"):
-            model(shard, documents=wrong, group=ends, layout=layout)
-
-    run_loopback(world_size, refused)
-
-
 # --- Many documents
 
 
@@ -398,17 +304,6 @@ def test_planning_thousands_of_documents_is_little_work():
     calls, tiles = count_calls(tiles_of_documents, 2048)
     assert calls < 40 * 2048
     assert tiles < 300
-
-
-def test_documents_of_one_length_are_one_tile():
-    plan = plan_attention(
-        LONGNET,
-        SequenceLayout.contiguous(2**20, 4),
-        is_causal=True,
-        documents=range(0, 2**20 + 1, 2**7),
-    )
-    one = plan_attention(LONGNET, SequenceLayout.contiguous(2**7, 1), is_causal=True)
-    assert len(plan.rank(1).local) == len(one.rank(0).local)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

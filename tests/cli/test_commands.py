@@ -21,7 +21,7 @@ from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
 from ring_dilated_attention.draw import mask_text
 from ring_dilated_attention.layout import LAYOUTS
-from ring_dilated_attention.named_patterns import NAMES, NamedPattern, named
+from ring_dilated_attention.named_patterns import NAMES, named
 from ring_dilated_attention.options import Schedule
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import check_plan, costs
@@ -41,7 +41,7 @@ RIGHT = [
     # command line, what it prints, and (behind "not") what it does not
     (
         "plan --seq-len=1M --ranks=8 --causal",
-        "1,048,576 positions on 8 ranks (zigzag), 12 heads of 64, 12 KV heads, bfloat16, causal",
+        "1,048,576 tokens, 12 heads of 64, bfloat16, causal, on 8 ranks (zigzag)",
         "nothing travels: every segment lies on one rank",
         "the work is even",
         "positions in different blocks of 32,768 never influence each other",
@@ -64,12 +64,12 @@ RIGHT = [
     ),
     (
         "plan --seq-len=1G --ranks=4096 --segment-lengths=2048,all --dilation-rates=1,64K --tables",
-        "1,073,741,824 positions on 4,096 ranks",
+        "1,073,741,824 tokens, 12 heads of 64, bfloat16, on 4,096 ranks",
         "each of 4 ranks shown receives",
         "384 MiB",  # query, key, value and out of a rank
     ),
     ("plan --seq-len=1G --ranks=512", "nothing travels to ranks 0, 170, 340, 511"),
-    ("plan --seq-len=8 --ranks=1", "8 positions on 1 rank", "not travels", "not busiest"),
+    ("plan --seq-len=8 --ranks=1", "8 tokens", "on 1 rank", "not travels", "not busiest"),
     (
         "plan --seq-len=100 --ranks=3 --heads=4 --documents=0,30,31,100 --check " + SMALL,
         "3 documents",
@@ -82,7 +82,7 @@ RIGHT = [
     ),
     (
         "simulate --device=cpu --seq-len=101 --ranks=7 --causal --layout=zigzag " + SMALL,
-        "101 positions on 7 ranks (zigzag), 12 heads of 64, 12 KV heads, float32, causal",
+        "101 tokens, 12 heads of 64, float32, causal, on 7 ranks (zigzag), on cpu",
         "results match one device; memory, bytes and messages match the plan",
         "error relative to one device: out",
         "largest",
@@ -135,16 +135,11 @@ WRONG = [
     ("plan --no-such-option", "No such option: --no-such-option"),
     ("plan --seq-len", "Option '--seq-len' requires an argument"),
     ("plan --seq-len=x", f"Invalid value for '--seq-len': {LENGTHS}"),
-    ("plan --seq-len=-1", "is not a number of positions"),
     ("plan --seq-len=0", "'--seq-len': 0 is not from 1 to 281,474,976,710,656"),
     (f"plan --seq-len={BIG}", "is not from 1 to 281,474,976,710,656"),
-    ("plan --heads=4 --kv-heads=3", "--heads must be a multiple of --kv-heads; got 4 and 3"),
-    ("plan --head-dim=5000", "'--head-dim': 5000 is not from 1 to 4,096"),
-    ("plan --ranks=0", "'--ranks': 0 is not from 1 to 16,384"),
+    ("plan --heads=4 --kv-heads=3", "heads must be a multiple of kv_heads; got 4 and 3"),
     ("plan --layout=spiral", "'spiral' is not one of 'auto', 'contiguous', 'zigzag'"),
-    ("plan --pattern=plaid", "'plaid' is not one of 'longnet', 'gigapath', 'longvit', 'dense'"),
     ("plan --segment-lengths=4,8 --dilation-rates=1", "one value each per branch"),
-    ("plan --segment-lengths=4 --dilation-rates=1.5", "'1.5' is not a number"),
     ("plan --segment-lengths=4", "got --segment-lengths alone"),
     (f"plan --pattern=dense {SMALL}", "give --pattern or --segment-lengths, not both"),
     (f"plan --segment-lengths={'4,' * 9999}4 --dilation-rates={'1,' * 9999}1", "at most 1000"),
@@ -154,20 +149,15 @@ WRONG = [
     ("plan --json=/no/such/folder/file", "cannot be written"),
     ("simulate --pattern=gigapath --zero-keys", "--pattern gigapath is the whole pattern"),
     ("simulate --head-offsets=blocked", "--pattern longnet is the whole pattern"),
-    ("simulate --exchange=bus", "'bus' is not one of 'auto', 'ring', 'gather'"),
-    ("simulate --device=tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
-    ("simulate --device=cpu --seq-len=1G", "simulating takes"),
-    ("simulate --device=cpu --ranks=513", "'--ranks': 513 is not from 1 to 512"),
     ("verify --ranks=1,x", "'x' is not a number"),
-    ("verify --timeout=0", "'--timeout': 0 is not from 1 to 2,592,000"),
-    (f"verify --seed={BIG}", "'--seed'"),
     ("bench --device=cpu --baseline=nothing", "baseline must be one of"),
     ("bench --device=cpu --heads=3 --kv-heads=2", "multiple of"),
     ("bench --device=cpu --repeats=0", "repeats"),
     ("draw foo", "'foo' is not one of"),
-    ("draw --head=12", "--head must lie in [0, 12), the query heads; got 12"),
+    ("draw --head=12", "head must lie in [0, 12), the query heads; got 12"),
     ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
-    ("draw --out=a.pdf", "--out must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw --out=a.pdf", "must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw cache --head=12 --out=a.svg", "kv_head must lie in [0, 12); got 12"),
     ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
 
@@ -216,14 +206,8 @@ def test_verify_ends_with_1_where_a_case_is_wrong_or_a_rank_fails(monkeypatch):
     done = rda("verify --ranks=2")
     assert done.exit_code == 1
     assert done.stderr == "error: rank 1 failed: RuntimeError: rank 0 is missing\n"
-
-
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    def broken(*arguments, **options):
-        raise AttributeError("a bug")
-
-    monkeypatch.setattr(checks, "run_ranks", broken)
-    assert isinstance(rda("verify --ranks=1").exception, AttributeError)
+    monkeypatch.setattr(checks, "run_ranks", None)
+    assert isinstance(rda("verify --ranks=1").exception, TypeError)  # a bug keeps its traceback
 
 
 def test_json_has_the_numbers_of_the_plan(tmp_path):
@@ -236,7 +220,7 @@ def test_json_has_the_numbers_of_the_plan(tmp_path):
     assert document == json.loads(file.read_text())
     assert alone.stderr == done.stdout
     assert document["proven"]
-    assert document["options"]["segment_lengths"] == [16, 50, None]
+    assert document["options"]["pattern"]["segment_lengths"] == [16, 50, None]
     assert all(f"- {words}\n" in done.stdout for words in document["verdict"])
     pattern = DilatedPattern([16, 50, None], [1, 3, 4])
     layout = SequenceLayout.zigzag(101, 3)
@@ -286,19 +270,19 @@ def test_draw_prints_the_mask(ranks, by):
     layout = SequenceLayout.named("auto", 50, ranks, is_causal=True)
     plan = plan_attention(pattern, layout, is_causal=True, num_heads=4)
     assert done.exit_code == 0, done.output
-    assert done.output.rstrip() == mask_text(plan, 1, by=by, in_color=False).plain.rstrip()
+    assert done.output.rstrip() == mask_text(plan, 1, by=by).plain.rstrip()
 
 
 @pytest.mark.parametrize("what", ["mask", "exchange", "work", "timeline", "cache"])
-def test_draw_writes_pictures_that_differ_by_style_and_length(what, tmp_path):
+def test_draw_writes_pictures(what, tmp_path):
     written = []
-    for length, style in ((50, "light"), (50, "dark"), (70, "light")):
-        file = tmp_path / f"{length}-{style}.svg"
-        done = rda(f"draw {what} {DRAWN} --seq-len={length} --style={style} --ranks=3 --out={file}")
+    for length in (50, 70):
+        file = tmp_path / f"{length}.svg"
+        done = rda(f"draw {what} {DRAWN} --seq-len={length} --ranks=3 --out={file}")
         assert done.exit_code == 0, done.output
         assert done.output == f"wrote {file}\n"
         written.append(file.read_bytes())
-    assert len(set(written)) == 3
+    assert written[0] != written[1]
 
 
 @pytest.mark.parametrize(("call", "exit_code"), [("ok: out 2e-07", 0), ("wrong: out 1e-02", 1)])
@@ -360,16 +344,9 @@ def test_options_allow_what_the_library_takes(option, allowed):
     assert (get_args(kinds[0]) or kinds) == allowed
 
 
-WITHOUT = """
-import sys
-sys.modules[{module!r}] = None
-from ring_dilated_attention.cli import main
-main()
-"""
-
-
 def run_without(module, *arguments):
-    program = WITHOUT.format(module=module)
+    program = f"import sys; sys.modules[{module!r}] = None\n"
+    program += "from ring_dilated_attention.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )
@@ -422,10 +399,10 @@ def test_presets_are_the_published_patterns():
 def test_plan_says_which_positions_never_influence_each_other(
     lengths, rates, seq_len, documents, block
 ):
-    pattern = NamedPattern(pattern=DilatedPattern(lengths, rates), num_heads=2, head_dim=8)
-    call = common.Call(pattern, seq_len=seq_len, documents=documents)
-    assert closed_block(call) == block
-    seen = visible_counts(call.pattern, seq_len, 2, documents=documents).sum(0).double()
+    pattern, layout = DilatedPattern(lengths, rates), SequenceLayout.contiguous(seq_len, 1)
+    plan = plan_attention(pattern, layout, is_causal=True, documents=documents)
+    assert closed_block(plan) == block
+    seen = visible_counts(pattern, seq_len, 2, documents=documents).sum(0).double()
     after_many_layers = torch.matrix_power(seen + torch.eye(seq_len), 64) > 0
     for start, stop in pairwise(documents or (0, seq_len)):
         own = after_many_layers[start:stop, start:stop]

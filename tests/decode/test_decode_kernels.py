@@ -1,8 +1,6 @@
 """The decoding kernels: interpreted where there is no GPU."""
 
 import os
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,13 +18,13 @@ from ring_dilated_attention import (
     SequenceLayout,
     plan_attention,
 )
-from ring_dilated_attention.checks import ViewKind, reference_attention
+from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.decode import Step
 from ring_dilated_attention.decode.attend import attend_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import NO_END, profile_of
+from ring_dilated_attention.kernels import NO_END
 from ring_dilated_attention.kernels.decode import strips_of_cache
 from ring_dilated_attention.plan import plan_cache
 
@@ -70,74 +68,6 @@ def reference(*tensors, pattern, **options):
         attention(*(x.to(dtype) for x in tensors), pattern, **options)
         for dtype in (torch.float64, tensors[0].dtype)
     ]
-
-
-def decode(pattern, prompt, counts, *, heads=4, kv_heads=2, batch=1, kind=None, **options):
-    """Generate by the kernels, and compare each call."""
-    length = prompt + sum(counts)
-    tensors = rows_of(heads, kv_heads, length, batch)
-    if kind:
-        tensors = tuple(kind.fit(x) for x in tensors)
-    want = reference(*tensors, pattern=pattern, is_causal=True)
-    cache = DilatedKVCache(pattern, batch, kv_heads, 8, max_length=length, device=DEVICE, **options)
-    cache.keys.fill_(torch.nan)  # what nobody wrote is not to be read
-    cache.values.fill_(torch.nan)
-    if prompt:
-        cache.prefill(*(x[:, :prompt] for x in tensors[1:]))
-    borders = [prompt]
-    for count in counts:
-        borders.append(borders[-1] + count)
-    for first, stop in pairwise(borders):
-        new = [x[:, first:stop] for x in tensors]
-        if kind:
-            new = [kind.view(x) for x in new]
-        out, lse = attend(*new, cache, backend="triton", return_lse=True)
-        check(out, lse, want, range(first, stop))
-    assert cache.lengths.tolist() == [length] * batch == list(cache.known_lengths)
-    return cache
-
-
-@settings(max_examples=6 if INTERPRETED else 200)
-@given(
-    patterns(),
-    st.integers(0, 70),
-    st.lists(st.sampled_from([1, 1, 2, 5, 16, 33]), min_size=1, max_size=4),
-    st.sampled_from([(1, 1), (4, 2), (3, 3), (10, 2)]),
-    st.sampled_from([0, 7]),
-)
-def test_any_generation_equals_the_full_forward(pattern, prompt, counts, heads, rewind):
-    decode(pattern, prompt, counts, heads=heads[0], kv_heads=heads[1], max_rewind=rewind)
-
-
-@pytest.mark.parametrize("head_branches", ["all", "split"])
-def test_some_heads_of_a_layer(head_branches):
-    pattern = DilatedPattern([8, 16, 32], [1, 2, 5], head_branches=head_branches)
-    own = pattern.of_heads((3, 5, 8), 2)
-    decode(own, 20, [1, 3])
-    query, key, value = rows_of(4, 2, 30)
-    want = reference(query, key, value, pattern=own, is_causal=True)
-    out, lse = attend_whole(
-        query[:, 21:24], key, value, own, range(21, 24), is_causal=True, backend="triton",
-        return_lse=True,
-    )  # fmt: skip
-    check(out, lse, want, range(21, 24))
-
-
-@pytest.mark.parametrize("kind", ViewKind.named().values(), ids=ViewKind.named())
-def test_new_rows_may_be_views(kind):
-    decode(LONGNET, 20, [3], batch=2, heads=2, kv_heads=1, kind=kind)
-
-
-@pytest.mark.parametrize("rounds", [4, 33])
-def test_however_it_is_cut_into_programs(rounds, monkeypatch):
-    """And more query heads than a block has rows."""
-    found = profile_of(DEVICE)
-    tuning = replace(found.decode, rounds=rounds)
-    profile = replace(found, decode=tuning, multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
-    decode(DilatedPattern([None, 32], [1, 3]), 170, [1, 1, 5], heads=6, kv_heads=2)
-    decode(DilatedPattern.dense(), 71, [3, 1], heads=2, kv_heads=2, batch=2)
-    decode(LONGNET, 40, [64, 1], heads=4, kv_heads=1)
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -247,35 +177,6 @@ def test_a_rank_whose_keys_are_all_behind_the_query():
     plan = plan_attention(LONGNET, SequenceLayout.contiguous(40, 2), is_causal=True, num_heads=2)
     strips = strips_on(plan, range(3, 5), 1, torch.empty(0, device=DEVICE).device)
     assert strips.shape == (1, 2, 0, 5)
-
-
-@settings(max_examples=200)
-@given(patterns(), st.booleans(), st.integers(1, 60), st.integers(1, 5), st.data())
-def test_strips_hold_each_visible_key_once(pattern, is_causal, length, kv_heads, data):
-    layout = SequenceLayout.zigzag(length, 3)
-    first = data.draw(st.integers(0, length - 1))
-    positions = range(first, data.draw(st.integers(first + 1, length)))
-    plan = plan_attention(pattern, layout, is_causal=is_causal, num_heads=kv_heads)
-    seen: dict[tuple[int, int], list[int]] = {}
-    for rank, ranges in enumerate(layout.ranges):
-        held = [position for start, stop in ranges for position in range(start, stop)]
-        for head, strips in enumerate(plan.replicated_strips(positions, rank)):
-            for row, step, count, *limits in strips:
-                assert max(limits) <= count
-                for query, limit in zip(positions, limits, strict=True):
-                    for place in range(limit):
-                        seen.setdefault((head, query), []).append(held[row + place * step])
-    want: dict[tuple[int, int], list[int]] = {}
-    for branch, (segment, rate) in enumerate(pattern.branches):
-        segment = segment or length
-        for head, offset in pattern.heads(branch, kv_heads):
-            for query in positions:
-                start = query // segment * segment
-                cell = range(start + offset, min(start + segment, length), rate)
-                if query in cell:
-                    shown = [key for key in cell if key <= query or not is_causal]
-                    want.setdefault((head, query), []).extend(shown)
-    assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in want.items()}
 
 
 def test_too_many_new_positions_for_the_kernels():

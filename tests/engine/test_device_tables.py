@@ -13,7 +13,12 @@ from support.tolerances import FLOAT32
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import device_tables
-from ring_dilated_attention.engine.device_tables import KEPT_BYTES, KEPT_CALLS, DeviceTables
+from ring_dilated_attention.engine.device_tables import (
+    KEPT_BYTES,
+    KEPT_CALLS,
+    NEW_CALLS,
+    DeviceTables,
+)
 
 CPU = torch.device("cpu")
 
@@ -24,10 +29,6 @@ class Owner:
 
 class Table(NamedTuple):
     rows: torch.Tensor
-
-    @property
-    def tensors(self):
-        return tuple(self)
 
 
 def made(log, nbytes):
@@ -78,68 +79,42 @@ def test_tables_go_with_their_owner():
 
 
 @pytest.mark.parametrize("nbytes", [KEPT_BYTES // 8, KEPT_BYTES])
-def test_long_unused_tables_are_dropped_where_they_are_large(nbytes):
-    tables, old, steady = DeviceTables(), Owner(), Owner()
-    log: list[int] = []
-    tables.get(old, 0, CPU, partial(made, log, nbytes))
-    for _ in range(2 * KEPT_CALLS):
-        tables.start_call()
-        tables.get(steady, 0, CPU, partial(made, log, 512))
-    assert log == [nbytes, 512]  # what is used stays, and as little as this in all
-    assert tables.nbytes == (512 if nbytes == KEPT_BYTES else nbytes + 512)
-    tables.get(old, 0, CPU, partial(made, log, nbytes))
-    assert len(log) == (3 if nbytes == KEPT_BYTES else 2)
+@pytest.mark.parametrize(("uses", "calls"), [(1, NEW_CALLS), (2, KEPT_CALLS)])
+def test_unused_tables_are_dropped_where_they_are_large(nbytes, uses, calls):
+    """When others are made: what came back later than what one call alone has used."""
+    tables, old, log = DeviceTables(), Owner(), list[int]()
+    for _ in range(uses):
+        tables.calls += 1
+        tables.get(old, 0, CPU, partial(made, log, nbytes))
+    others = [Owner(), Owner()]
+    tables.calls += calls
+    tables.get(others[0], 0, CPU, partial(made, log, 512))
+    assert tables.nbytes == nbytes + 512
+    tables.calls += 1
+    tables.get(others[1], 0, CPU, partial(made, log, 512))
+    assert tables.nbytes == 1024 + nbytes * (nbytes < KEPT_BYTES)
+    assert log == [nbytes, 512, 512]
 
 
-def test_a_call_of_more_tables_than_are_kept_makes_them_once():
-    tables, owners = DeviceTables(), [Owner() for _ in range(5)]
-    log: list[int] = []
-    for _ in range(3 * KEPT_CALLS):
-        tables.start_call()
-        for owner in owners:
+@pytest.mark.parametrize("owners", [1, 5, KEPT_CALLS // 2])
+def test_what_calls_come_back_to_is_made_once(owners):
+    """However large it is, and whether one call uses it all or several do."""
+    tables, kept, log = DeviceTables(), [Owner() for _ in range(owners)], list[int]()
+    for number in range(3 * KEPT_CALLS):
+        tables.calls += 1
+        for owner in kept if owners == 5 else [kept[number // 2 % owners]]:
             tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
-    assert len(log) == 5
-
-
-def test_what_no_call_comes_back_to_is_dropped_at_once():
-    tables, steady, log = DeviceTables(), Owner(), list[int]()
-    owners = [Owner() for _ in range(8)]
-    for owner in owners:
-        tables.start_call()
-        tables.get(owner, 0, CPU, partial(made, log, 2 * KEPT_BYTES))
-        tables.get(steady, 0, CPU, partial(made, log, 512))
-        assert tables.nbytes <= 4 * KEPT_BYTES + 512  # of this call and the one before
-    assert len(log) == 9
-    tables.get(owners[0], 0, CPU, partial(made, log, 2 * KEPT_BYTES))
-    assert len(log) == 10
-
-
-@pytest.mark.parametrize("calls", [3, KEPT_CALLS // 2])
-def test_a_step_of_many_large_tables_makes_them_twice(calls):
-    tables, owners, log = DeviceTables(), [Owner() for _ in range(calls)], list[int]()
-    for _ in range(5):
-        for owner in owners:
-            tables.start_call()
-            tables.get(owner, 0, CPU, partial(made, log, KEPT_BYTES))
-    assert len(log) <= 2 * calls
-    rare = Owner()
-    for _ in range(2):  # too seldom to be worth the bytes
-        tables.start_call()
-        tables.get(rare, 0, CPU, partial(made, log, KEPT_BYTES))
-        for number in range(2 * KEPT_CALLS):
-            tables.start_call()
-            tables.get(owners[number % calls], 0, CPU, partial(made, log, KEPT_BYTES))
-            assert tables.nbytes == (calls + (number < 1)) * KEPT_BYTES
-    assert len(log) <= 2 * calls + 2
+    assert len(log) == owners
 
 
 def test_calls_of_ever_new_shapes(monkeypatch):
     """The same results, and no more tables than those of the latest calls."""
     tables = DeviceTables()
-    for name in ("torch_op.operator", "engine.parts", "engine.transfer", "engine.compute"):
-        monkeypatch.setattr(f"ring_dilated_attention.{name}.TABLES", tables)
+    for name in ("executor", "transfer", "compute", "own_rows"):
+        monkeypatch.setattr(f"ring_dilated_attention.engine.{name}.TABLES", tables)
     monkeypatch.setattr(device_tables, "KEPT_BYTES", 0)
-    monkeypatch.setattr(device_tables, "KEPT_CALLS", 4)
+    for name in ("KEPT_CALLS", "NEW_CALLS"):
+        monkeypatch.setattr(device_tables, name, 4)
     pattern, held = DilatedPattern([16, None], [1, 3]), []
     for length in (*range(33, 43), 33):  # more than twice as many calls as tables are kept for
         query, key, value = torch.randn(3, 1, length, 2, 8, requires_grad=True)

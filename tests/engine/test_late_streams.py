@@ -23,7 +23,7 @@ from ring_dilated_attention.checks import Case, relative_error
 from ring_dilated_attention.engine import (
     RingCall,
     accumulate,
-    parts,
+    compute,
     ring_backward,
     ring_forward,
 )
@@ -116,7 +116,7 @@ def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatc
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
     for number, flops in enumerate((0.0, 0.0, 2e3, 2e3)):
-        monkeypatch.setattr(parts, "LONG_FLOPS", flops)
+        monkeypatch.setattr(compute, "LONG_FLOPS", flops)
         how = {"early": (0.0, 0.3)[number % 2], "workspace": (None, 0.3)[number // 2]}
         error, queued = check(case, Selection(backend), seed=number, gathers=gathers, **how)
         assert error < FLOAT64
@@ -137,7 +137,7 @@ def test_any_call(case, long, backend, gathers, workspace, seed):
     case = replace(case, dtype=torch.float64, views=())
     how = {"gathers": gathers, "workspace": workspace, "early": seed % 2 / 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "LONG_FLOPS", long)
+        patch.setattr(compute, "LONG_FLOPS", long)
         error, _ = check(case, Selection(backend), seed=seed, **how)
     assert error < FLOAT64
 
@@ -146,8 +146,8 @@ def test_any_call(case, long, backend, gathers, workspace, seed):
 @pytest.mark.parametrize("name", ["one rank", "one rank, bare"])
 def test_an_error_frees_nothing_that_is_still_to_be_written(name, direction, monkeypatch):
     """Not even where nobody waits for it: out of memory, say, and the program goes on."""
-    monkeypatch.setattr(parts, "LONG_FLOPS", 0.0)
-    monkeypatch.setattr(parts, "WORKSPACE_FLOOR", 0)
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0.0)
+    monkeypatch.setattr(compute, "WORKSPACE_FLOOR", 0)
     pattern, layout, options = CASES[name]
     case, called = Case(pattern=pattern, layout=layout, **options), threading.local()
 
@@ -203,7 +203,7 @@ def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
     """Small tiles share a launch, which adds to what additions of large ones are under way to."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(parts, "LONG_FLOPS", 0)
+    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
     shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
     error, queued = check(case, shares, seed=0)
     assert error < FLOAT32
@@ -219,7 +219,7 @@ def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, mon
     """They go where the results of larger calls are added."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(parts, "LONG_FLOPS", long_flops)
+    monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
     few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
     error, _ = check(case, few, seed=0)
     assert error < FLOAT32
@@ -246,22 +246,3 @@ class Computing(NamedTuple):
 
     number: int
     device: torch.device = torch.device("cuda", 1)
-
-
-def test_an_addition_that_fails_half_way_keeps_its_memory(monkeypatch):
-    """A part of it may be queued."""
-    kept: list[torch.Tensor] = []
-
-    class Fails:
-        def run(self, add_all, into):
-            raise torch.OutOfMemoryError
-
-        def outlast(self, tensors):
-            kept.extend(tensors)
-
-    monkeypatch.setattr(accumulate, "streams_of", lambda device: Fails())
-    total, part = torch.zeros(2), torch.ones(2)
-    sums = accumulate.Accumulator(torch.device("cpu"))
-    with pytest.raises(torch.OutOfMemoryError):
-        sums.run(lambda: None, part, into=(total,), is_long=True)
-    assert [x.data_ptr() for x in kept] == [part.data_ptr(), total.data_ptr()]

@@ -3,9 +3,6 @@
 import threading
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +16,9 @@ from ring_dilated_attention import (
     SequenceLayout,
     dilated_attention,
     plan_attention,
-    resolve,
 )
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.engine import RingCall, TileCall, compute, executor, parts, ring_forward
+from ring_dilated_attention.engine import TileCall, compute, executor
 from ring_dilated_attention.engine.blocks import Block
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.tiles import Selection, backend_named
@@ -165,66 +161,11 @@ def test_a_slice_is_large_enough_for_a_gpu():
 
     def most_rows(row_bytes, workspace=None):
         call = TileCall(Selection(EAGER), 1.0, 1, 1, workspace)
-        return call.most_rows(query, parts.FORWARD_WORKSPACE, row_bytes)
+        return call.most_rows(query, compute.FORWARD_WORKSPACE, row_bytes)
 
-    assert most_rows(1 << 20) == parts.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
-    assert most_rows(16) * 16 == parts.WORKSPACE_FLOOR
+    assert most_rows(1 << 20) == compute.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
+    assert most_rows(16) * 16 == compute.WORKSPACE_FLOOR
     assert most_rows(16, 0.5) == 0.5 * query.nbytes / 16
-
-
-class Transport:
-    """Rank 0 of two, alone. What has been sent is dropped when it is waited for."""
-
-    rank, world_size = 0, 2
-
-    def __init__(self):
-        self.sent = []
-
-    def start(self, send, receive):
-        self.sent.append(weakref.ref(send[1]))
-        held = [send[1]]
-        return SimpleNamespace(wait=held.clear)
-
-
-def test_packed_rows_are_freed_with_the_last_message(monkeypatch):
-    layout = SequenceLayout.contiguous(32, 2)
-    plan = plan_attention(DilatedPattern.dense(), layout, is_causal=False)
-    transport: Any = Transport()
-    alive = []
-
-    def noted(*_):
-        alive.append([sent() is not None for sent in transport.sent])
-
-    monkeypatch.setattr(compute, "forward", noted)
-    key = torch.zeros(1, 16, 1, 8)
-    ring_forward(key, key, key, RingCall(plan.rank(0), transport, Selection(EAGER), 1.0, False))
-    assert alive == [[True], [False]]  # behind own tiles, and when the other's are computed
-
-
-def test_what_a_slice_allocates_is_freed_before_the_next(monkeypatch):
-    """However many slices there are, results of one are alive at a time."""
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    def computed(tensors):
-        alive.extend(weakref.ref(tensor) for tensor in tensors)
-        return tensors
-
-    def forward(tile):
-        assert not any(result() is not None for result in alive)
-        return computed(EAGER.forward(tile))
-
-    def backward(tile, gradients):
-        assert not any(result() is not None for result in alive)
-        return computed(EAGER.backward(tile, gradients))
-
-    watched = replace(EAGER, forward=forward, backward=backward)
-    monkeypatch.setattr(resolve, "select_backend", lambda *call: Selection(watched))
-    resolve.forget_plans()
-    query, key, value = (torch.randn(1, 256, 4, 8, requires_grad=True) for _ in range(3))
-    pattern = DilatedPattern([16, 64], [1, 2])
-    dilated_attention(query, key, value, pattern, workspace=0.1).sum().backward()
-    resolve.forget_plans()
-    assert len(alive) > 5 * 10
 
 
 @pytest.mark.parametrize(("exchange", "most"), [("ring", 2), ("gather", 3)])

@@ -3,13 +3,11 @@
 In the interpreter (TRITON_INTERPRET=1), or on CUDA; what is integers alone is tested anywhere.
 """
 
-import gc
 import math
 import os
 import random
 import sys
 import threading
-import weakref
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -26,13 +24,12 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.engine import TileCall, compute
+from ring_dilated_attention.engine import RingCall, TileCall, executor, own_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.own_programs import (
     MOST_POSITIONS,
     build_programs,
     launches_of,
-    step_of,
 )
 from ring_dilated_attention.plan import OwnRange
 from ring_dilated_attention.resolve import forget_plans
@@ -158,7 +155,7 @@ def check(case, seed=0):
 
 @pytest.mark.parametrize("first", range(4))
 def test_random_calls_are_the_reference(first, monkeypatch):
-    monkeypatch.setattr(compute, "FEWEST_ROWS", 0)  # the kernels take any
+    monkeypatch.setattr(own_rows, "FEWEST_ROWS", 0)  # the kernels take any
     if first % 2:  # programs of as many rows as can be, some of which are members of a branch
         monkeypatch.setattr(f"{PROGRAMS}.LOADED_ROWS", 1e9)
     for seed in [*range(10), 12, 21] if INTERPRETED else range(40):
@@ -173,9 +170,9 @@ def test_high_rates_make_no_empty_programs(rate):
         layout = SequenceLayout.contiguous(2000, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=4).rank(0)
         call = TileCall(ALL_BY_ROWS, 1.0, 1, 1)
-        schedule = compute.own_schedule(one, call, 16)
+        schedule = own_rows.own_schedule(one, call, 16)
         programs = [len(each.programs(64, torch.device("cpu")).rows) for each in schedule.launches]
-        assert sum(programs) <= 2000 / compute.FEWEST_ROWS
+        assert sum(programs) <= 2000 / own_rows.FEWEST_ROWS
         groups = (*schedule.covering, *schedule.others)
         assert bool(groups) == (rate > 37 or len(pattern.branches) == 2)
 
@@ -188,17 +185,6 @@ def test_patterns_of_many_branches():
     out = dilated_attention(q, k, v, pattern, backend="triton")
     want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
     assert_close_to(out, want, terms=64)
-
-
-def test_half_precision_rounds_once():
-    """All branches of a row in one sum: one rounding of out, however many there are."""
-    if INTERPRETED:
-        pytest.skip("Triton 3.6 interprets bfloat16 as uint16")
-    pattern = DilatedPattern([16, 16, 32, 64, None], [1, 1, 2, 4, 8])
-    q, k, v = (torch.randn(1, 300, 8, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out = dilated_attention(q, k, v, pattern, backend="triton")
-    want, _ = reference_attention(q.double(), k.double(), v.double(), pattern)
-    assert (out - want).abs().max() < 2**-8 * want.abs().max() + 2**-9
 
 
 def test_integers_are_wide_where_keys_are_further_apart_than_rows():
@@ -263,13 +249,13 @@ def test_large_branches_go_by_themselves(monkeypatch):
     wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
     runs: list[Any] = []
-    forward = compute.forward_own
+    forward = own_rows.forward_own
 
     def count(launch, *arguments):
         runs.append(launch.ranges)
         forward(launch, *arguments)
 
-    monkeypatch.setattr(compute, "forward_own", count)
+    monkeypatch.setattr(executor, "forward_own", count)
     limits = (Limits(4 * 16 * 4 * 2 * 12**2),)
     monkeypatch.setattr(SELECT, lambda *_: Selection(EAGER, limits))
     functions: list[Any] = [dilated_attention, detached_dilated_attention]
@@ -297,7 +283,7 @@ def shards_of(dice, length, ranks):
 @pytest.mark.parametrize("first", range(4))
 def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
     """Each rank computes row by row what it holds all of, and of segments that it shares."""
-    monkeypatch.setattr(compute, "FEWEST_ROWS", 0)
+    monkeypatch.setattr(own_rows, "FEWEST_ROWS", 0)
     one_at_a_time, launched = threading.Lock(), [0]  # the interpreter is not for threads
 
     def guarded(function):
@@ -309,7 +295,7 @@ def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
         return call
 
     for name in ("forward_own", "backward_own"):
-        monkeypatch.setattr(compute, name, guarded(getattr(compute, name)))
+        monkeypatch.setattr(executor, name, guarded(getattr(executor, name)))
     for seed in ([1, 4, 6, 12][first],) if INTERPRETED else range(first, 24, 4):
         before = launched[0]
         limit = check_on_ranks(seed, monkeypatch)
@@ -353,7 +339,7 @@ def test_a_few_short_cells_get_no_launch_of_their_own():
             num_heads=4,
             documents=documents,
         ).rank(0)
-        schedule = compute.own_schedule(one, call, 16)
+        schedule = own_rows.own_schedule(one, call, 16)
         left = (*schedule.covering, *schedule.others, *schedule.zero_keys)
         assert (not left) == few
 
@@ -362,7 +348,7 @@ def test_a_few_short_cells_get_no_launch_of_their_own():
     ("factor", "documents"), [(0.99, None), (1.01, None), (0.99, [0, 70, 160])]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monkeypatch):
+def test_short_calls_have_limits_of_their_own(is_causal, factor, documents):
     """A call is short by its operations of forward, over all branches; or it is of documents."""
     pattern = replace(GIGAPATH, zero_keys=not is_causal)
     layout = SequenceLayout.contiguous(160, 1)
@@ -370,22 +356,14 @@ def test_short_calls_have_limits_of_their_own(is_causal, factor, documents, monk
     total = 4 * 16 * one.own_pairs
     assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
     short, long = Limits(5e5), Limits(4e4, least=total * factor)
-    selection = Selection(EAGER, (short, long))
-    monkeypatch.setattr(SELECT, lambda *_: selection)
-    asked: list[Limits] = []
-
-    def noted(plan, call, head_dim):
-        asked.append(call.limits)
-        return own_schedule(plan, call, head_dim)
-
-    own_schedule = compute.own_schedule
-    monkeypatch.setattr(compute, "own_schedule", noted)
-    for name in ("forward_own", "backward_own"):  # what they compute does not matter here
-        monkeypatch.setattr(compute, name, lambda *_, **__: None)
-    query = torch.randn(1, 160, 4, 16, device=DEVICE, requires_grad=True)
-    out = dilated_attention(query, query, query, pattern, is_causal=is_causal, documents=documents)
-    out.sum().backward()
-    assert asked == [long if factor < 1 and documents is None else short] * 2
+    if documents is not None:
+        one = plan_attention(
+            pattern, layout, is_causal=is_causal, num_heads=4, documents=documents
+        ).rank(0)
+    exchange: Any = None
+    call = RingCall(one, exchange, Selection(EAGER, (short, long)), 1.0, False)
+    limits = call.prepared(torch.empty(1, 160, 4, 16)).tile_call.limits
+    assert limits == (long if factor < 1 and documents is None else short)
 
 
 @pytest.mark.parametrize("head_dim", [40, 48, 80])
@@ -403,23 +381,6 @@ def test_head_dims_of_two_parts(head_dim, monkeypatch):
     check(case)
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_members_of_a_branch_beside_rows_that_are_not(is_causal, detached, monkeypatch):
-    """Rows of a program are 2 apart, a branch takes every fourth."""
-    pattern = DilatedPattern(
-        [64, None, None], [1, 2, 4], head_offsets="blocked", zero_keys=not is_causal
-    )
-    for block in (32, 64):
-        assert step_of([(64, 1), (76, 2), (76, 4)], 76, block) == 2
-    monkeypatch.setattr(compute, "BLOCK_ROWS", 32)
-    case: Any = Draw(0)
-    vars(case).update(pattern=pattern, is_causal=is_causal, detached=detached, layout=None)
-    vars(case).update(documents=[0, 9, 85], length=85, heads_per_kv=1, kv_heads=2, head_dim=16)
-    vars(case).update(batch=1, scale=None)
-    check(case)
-
-
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tables_start_where_no_kernel_is_compiled_anew(heads):
     """At multiples of 16 bytes, whatever their lengths."""
@@ -427,18 +388,7 @@ def test_tables_start_where_no_kernel_is_compiled_anew(heads):
     for length in range(40, 60):
         layout = SequenceLayout.contiguous(length, 1)
         one = plan_attention(pattern, layout, is_causal=False, num_heads=heads).rank(0)
-        for launch in compute.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
+        for launch in own_rows.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
             tables = launch.programs(16, torch.device("cpu")).tensors
             assert not any(x.data_ptr() % 16 for x in tables)
             assert all(x.dtype == torch.int32 and x.is_contiguous() for x in tables)
-
-
-def test_what_is_kept_of_a_plan_goes_with_it():
-    layout = SequenceLayout.contiguous(53, 1)
-    one = plan_attention(GIGAPATH, layout, is_causal=False, num_heads=4).rank(0)
-    kept = compute.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16)
-    launch = weakref.ref(kept.launches[0])
-    kept.launches[0].programs(16, torch.device("cpu"))
-    del one, kept
-    gc.collect()
-    assert launch() is None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import run_ranks
-from ring_dilated_attention.engine import RingCall, accumulate, compute, executor, parts
+from ring_dilated_attention.engine import RingCall, accumulate, compute, executor
 from ring_dilated_attention.exchange import resolve_exchange
 from ring_dilated_attention.plan import RankPlan
 from ring_dilated_attention.tiles import Selection, TileBackend, backend_named
@@ -96,9 +96,9 @@ def patch_like_a_gpu():
     patch.setattr(executor, "sum_dtype", sum_dtype)
     patch.setattr(compute, "merge", lambda *_, **__: None)  # the kernel's temporaries: none
     for module, name, scale in (
-        (parts, "WORKSPACE_FLOOR", SCALE),
-        (parts, "SLICE_ROWS", SCALE),
-        (parts, "LONG_FLOPS", SCALE**2),
+        (compute, "WORKSPACE_FLOOR", SCALE),
+        (compute, "SLICE_ROWS", SCALE),
+        (compute, "LONG_FLOPS", SCALE**2),
     ):
         patch.setattr(module, name, getattr(module, name) // scale)
     set_round_pairs(patch, ROUND_PAIRS // SCALE**2)

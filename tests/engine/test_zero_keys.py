@@ -21,16 +21,6 @@ def zero_pattern(segment_lengths, rates, **options):
     return DilatedPattern(segment_lengths, rates, head_offsets="blocked", zero_keys=True, **options)
 
 
-def test_an_option_of_the_pattern():
-    pattern = zero_pattern([4, None], [1, 3])
-    assert str(pattern) == "(4, 1) (document, 3), head_offsets='blocked', zero_keys=True"
-    assert pattern != DilatedPattern([4, None], [1, 3], head_offsets="blocked")
-    assert len({pattern, zero_pattern([4, None], [1, 3])}) == 1
-    assert DilatedPattern([4], [1]).zero_keys is False
-    with pytest.raises(TypeError, match="zero_keys must be a bool, got 1"):
-        DilatedPattern([4], [1], zero_keys=1)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -54,18 +44,6 @@ def test_the_proof_can_fail(broken, monkeypatch):
     vars(rank)["zero_keys"] = tuple(changed)
     with pytest.raises(AssertionError, match="zero keys"):
         check_plan(plan)
-
-
-def test_plans_do_not_grow_with_the_number_of_segments():
-    pattern = zero_pattern([1001, 5793, None], [2, 4, 65536])
-    counts = []
-    for length in (2**20 + 1, 2**30 + 1):
-        plan = plan_attention(
-            pattern, SequenceLayout.zigzag(length, 8), is_causal=False, num_heads=16
-        )
-        groups = plan.rank(3).zero_keys
-        counts.append(sum(len(group.tiles) for group in groups))
-    assert counts[1] <= counts[0] < 100
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

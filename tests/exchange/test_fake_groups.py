@@ -39,4 +39,4 @@ def test_a_model_runs(four_ranks):
     )  # fmt: skip
     model, tokens = LongNet(config), torch.randint(config.vocab_size, (1, 24))
     model.loss(tokens, tokens, group=four_ranks).backward()
-    assert model.blocks[0].expand.weight.grad is not None
+    assert all(p.grad is not None for p in model.parameters())

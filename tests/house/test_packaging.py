@@ -126,15 +126,6 @@ def test_one_version():
     assert f"\ndate-released: {newest[2]}\n" in citation
 
 
-def test_addresses_agree():
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert f"\nrepository-code: {HOME}\n" in citation
-    for name, address in PROJECT["urls"].items():
-        assert address.startswith(("https://", HOME)), name
-        target = target_of(address, ROOT)
-        assert target is None or target.exists(), address
-
-
 def test_all_means_all_extras():
     extras = PROJECT["optional-dependencies"]
     named = {x for line in extras["all"] for x in re.findall(r"\[([\w,-]+)\]", line)}

@@ -116,6 +116,8 @@ def test_replacing_keeps_weights_modes_and_results():
     model = their_model()
     model.eval()
     model[0].self_attn.q_proj.weight.requires_grad_(False)
+    adapted: Any = nn.Sequential(model[0].self_attn.k_proj)
+    model[0].self_attn.k_proj = adapted
     before = dict(model.named_parameters())
     x = torch.randn(2, 61, 32, dtype=torch.float64)
     want = model(x)
@@ -126,6 +128,7 @@ def test_replacing_keeps_weights_modes_and_results():
     attention = model[0].self_attn
     assert isinstance(attention, TorchscaleDilatedAttention)
     assert not attention.training
+    assert attention.k_proj is adapted  # a projection of any kind goes over
     assert model[1][0].self_attn is model[2].self_attn
     assert relative_error(model(x), want) < EXACT
     # Again: the modules that are ours already get the new layout.
@@ -147,47 +150,31 @@ def test_a_model_without_torchscales_attention_is_refused(change):
         change(model)
 
 
-def test_a_projection_of_any_kind_goes_over():
+def changed(**attributes):
+    """A model whose first attention has these."""
     model = their_model()
-    q_proj = nn.Sequential(model[0].self_attn.q_proj)
-    model[0].self_attn.q_proj = q_proj
-    replace_dilated_attention(model)
-    assert model[0].self_attn.q_proj is q_proj
-
-
-def changed(change):
-    model = their_model()
-    change(model[0].self_attn)
+    for name, value in attributes.items():
+        setattr(model[0].self_attn, name, value)
     return model
 
 
-def subclassed(attention):
-    attention.__class__ = type("Custom", (type(attention),), {})
-
-
-def checkpointed(attention):  # as fairscale does
-    attention.forward = partial(type(attention).forward, attention)
-
-
-def rotated(attention):
-    attention.args = config(xpos_rel_pos=True)
-
-
-def hooked(attention):
-    attention.register_forward_hook(lambda *arguments: None)
+def hooked():
+    model = their_model()
+    model[0].self_attn.register_forward_hook(print)
+    return model
 
 
 NOT_REPLACED: dict[str, Any] = {
     "no module": (lambda: 3, {}, r"model must be a torch\.nn\.Module, got 3"),
     "attention": (theirs, {}, "the model itself is a DilatedAttention"),
-    "a subclass": (lambda: changed(subclassed), {}, r"0.self_attn is a Custom, a subclass"),
-    "hooks": (lambda: changed(hooked), {}, r"0\.self_attn has hooks.*_forward_hooks"),
-    "forward": (
-        lambda: changed(checkpointed),
+    "a subclass": (
+        lambda: changed(__class__=type("Custom", (type(theirs()),), {})),
         {},
-        r"0\.self_attn\.forward has been replaced.*\.partial",
+        r"0.self_attn is a Custom, a subclass",
     ),
-    "args": (lambda: changed(rotated), {}, r"args.xpos_rel_pos must be False"),
+    "hooks": (hooked, {}, r"0\.self_attn has hooks.*_forward_hooks"),
+    "forward": (lambda: changed(forward=print), {}, r"0\.self_attn\.forward has been replaced"),
+    "args": (lambda: changed(args=config(xpos_rel_pos=True)), {}, "args.xpos_rel_pos must"),
     "an option": (
         their_model,
         {"zero_key": False},
@@ -206,47 +193,6 @@ def test_what_is_not_replaced_is_refused_and_stays(build, options, message):
 
 
 # --- what is not supported
-
-
-class PositionalEmbedding(nn.Embedding):
-    """torchscale's, which counts from 2."""
-
-    def forward(self, x, positions=None):
-        if positions is None:
-            positions = torch.arange(2, x.shape[1] + 2)[None]
-        return super().forward(positions)
-
-
-class WithPositions(nn.Module):
-    """As torchscale's encoders embed positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = their_model()
-        self.embed_positions = PositionalEmbedding(99, 32).double()
-
-    def forward(self, x, positions=None):
-        return self.layers(x + self.embed_positions(x, positions=positions))
-
-
-def test_positions_of_a_shard_are_refused():
-    torch.manual_seed(0)
-    model, layout = WithPositions(), SequenceLayout.zigzag(61, 2)
-    x = torch.randn(1, 61, 32, dtype=torch.float64)
-    want = model(x)
-
-    def run(ends):
-        own = copy.deepcopy(model)
-        replace_dilated_attention(own, group=ends, layout=layout)
-        shard, positions = layout.shard(x, ends.rank, 1), layout.positions(ends.rank)
-        with pytest.raises(ValueError, match=r"on 2 ranks embed_positions .*; got positions=None"):
-            own(shard)
-        out = own(shard, positions=positions[None] + 2)
-        replace_dilated_attention(own)
-        assert relative_error(own(x), want) < EXACT
-        return out
-
-    assert relative_error(layout.unshard(run_loopback(2, run), 1), want) < EXACT
 
 
 class MultiheadAttention(nn.Module):
@@ -270,6 +216,10 @@ MIXING: dict[str, Any] = {
     ),
     "torch's": (lambda: nn.MultiheadAttention(2, 1), "decoder.0 is attention that is not dilated"),
     "experts": (experts, r"decoder.0 is a layer of experts \(moe_freq\)"),
+    "positions": (
+        lambda: nn.ModuleDict({"embed_positions": nn.Embedding(9, 32)}),
+        r"0\.embed_positions is an embedding of positions, .* of 2 ranks .*: set it to None",
+    ),
 }
 
 
@@ -316,9 +266,9 @@ def test_stochastic_depth_drops_the_same_sequences_on_every_rank():
 PADDED_LEFT = torch.tensor([[True] + [False] * 8])
 FORWARD_REFUSALS: dict[str, Any] = {
     "incremental_state": ({}, "incremental_state must be None"),
-    "attn_mask": (torch.zeros(9, 9), "attn_mask must be None; .*is False: set"),
+    "attn_mask": (torch.zeros(9, 9), "attn_mask must be None .*is False: set"),
     "rel_pos": (torch.zeros(8, 9, 9), "rel_pos must be None"),
-    "is_first_step": (True, "is_first_step must be False; .* got True"),
+    "is_first_step": (True, "is_first_step must be .* got True"),
     "key_padding_mask": (PADDED_LEFT, "right padding"),
     "query": (torch.zeros(1, 9, 31), r"query must have shape .* 32\); got \(1, 9, 31\)"),
     "key": (torch.zeros(9, 32), r"key must have shape .* got \(9, 32\)"),
@@ -338,22 +288,17 @@ def test_forward_honours_is_causal_and_refuses(name):
 
 CONSTRUCTOR_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"args": config(segment_length="16, x")}, "list of ints"),
-    ({"args": config(segment_length=16)}, "got 16"),
     ({"args": types.SimpleNamespace()}, "segment_length"),
     ({"args": config(dilated_ratio=[1])}, "one value each"),
     ({"args": config(xpos_rel_pos=True)}, "xpos_rel_pos must"),
-    ({"args": config(multiway=True)}, "args.multiway must be False"),
+    ({"args": config(multiway=True)}, "args.multiway must"),
     ({"args": config(seq_parallel=True)}, "pass group="),
     ({"args": config(layernorm_eps=0)}, "layernorm_eps .* got 0"),
     ({"embed_dim": 0}, "embed_dim must be >= 1, got 0"),
-    ({"num_heads": 5}, "num_heads must divide embed_dim 32; got 5"),
     ({"dropout": 1.5}, r"dropout must lie in \[0, 1\]; got 1.5"),
     ({"self_attention": False}, "self_attention must be True"),
     ({"encoder_decoder_attention": True}, "encoder_decoder_attention False"),
     ({"head_offsets": "none"}, "head_offsets must be one of"),
-    ({"zero_keys": 1}, "zero_keys must be a bool"),
-    ({"branch_gradients": "no"}, "branch_gradients must be one"),
-    ({"exchange": "quick"}, "exchange must be one of"),
     ({"backend": "quick"}, "backend must be one of"),
 ]
 
@@ -393,30 +338,24 @@ def test_a_padding_mask_is_honoured():
     assert relative_error(out[:1, :21], alone) < EXACT
 
 
-class Layers(nn.Module):
-    """As torchscale's encoders call their layers: with a mask of no padding, the same for all."""
+def test_layers_with_a_mask_compile_to_one_graph():
+    """Encoders call their layers with a mask of no padding, the same for all."""
+    torch._dynamo.reset()
+    layers = nn.ModuleList(make(seed=seed).float() for seed in range(2))
 
-    def __init__(self, count):
-        super().__init__()
-        self.layers = nn.ModuleList(make(seed=seed).float() for seed in range(count))
-
-    def forward(self, x):
+    def run(x):
         mask = torch.zeros(x.shape[:2]).bool()
-        for layer in self.layers:
+        for layer in layers:
             x = x + layer(x, x, x, key_padding_mask=mask)[0]
         return x
 
-
-def test_layers_with_a_mask_compile_to_one_graph():
-    torch._dynamo.reset()
-    model = Layers(2)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for length in (30, 41, 17):
         x = torch.randn(2, length, 32)
         results = []
-        for call in (model, compiled):
+        for call in (run, compiled):
             out = call(x)
-            gradients = torch.autograd.grad(out.square().mean(), list(model.parameters()))
+            gradients = torch.autograd.grad(out.square().mean(), list(layers.parameters()))
             results.append([out, *gradients])
         for got, want in zip(*results, strict=True):
             assert relative_error(got, want) < SUMMED_IN_FLOAT32

@@ -33,7 +33,7 @@ from torch import nn
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.integrations import transformers as ours
+from ring_dilated_attention.integrations import transformers_generate
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,
     remove_attention,
@@ -139,7 +139,7 @@ def test_attention_reads_transformers_tensors_in_place(monkeypatch):
         seen.append((query, key, value))
         return query
 
-    monkeypatch.setattr(ours, "dilated_attention", attend)
+    monkeypatch.setattr(transformers_generate, "dilated_attention", attend)
     query = torch.randn(2, 9, 4, 16)[..., :8].transpose(1, 2)
     key, value = torch.randn(2, 2, 9, 2, 16)[..., :8].transpose(2, 3)
     out, weights = attention_forward(

@@ -156,9 +156,9 @@ def test_options_of_shard_batch_are_the_same_on_every_rank():
     def run(ends):
         with pytest.raises(ValueError, match="shift_labels is True on rank 0, False on rank 1"):
             shard_batch(batch, layout, ends, shift_labels=not ends.rank)
-        with pytest.raises(TypeError, match="batch must be a dict of a model's"):
+        with pytest.raises(TypeError, match="batch must be a Mapping"):
             shard_batch([batch], layout, ends)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="shift_labels must be a bool, got 1"):
+        with pytest.raises(TypeError, match="shift_labels must be a bool; got 1"):
             shard_batch(batch, layout, ends, shift_labels=1)  # type: ignore[arg-type]
 
     run_loopback(2, run)
@@ -251,14 +251,8 @@ def test_images_of_several_sizes_are_refused():
         "pixel_attention_mask": torch.ones(2, 30, dtype=torch.int64),
         "spatial_shapes": torch.tensor([[5, 6], [5, 6]]),
     }
-    want = model(**batch).last_hidden_state
     set_attention(model, DENSE)
-    assert relative_error(model(**batch).last_hidden_state, want) < EXACT
-    batch["pixel_attention_mask"][1, 20:] = 0
-    batch["spatial_shapes"][1] = torch.tensor([4, 5])
-    with pytest.raises(
-        ValueError, match="pixel_attention_mask must be all ones: images of a batch"
-    ):
+    with pytest.raises(ValueError, match="pixel_attention_mask must be None: images of a batch"):
         model(**batch)
 
 

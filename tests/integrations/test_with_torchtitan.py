@@ -155,7 +155,9 @@ def test_another_layout_than_the_load_balancers_is_refused(
         assert "positions must count up from 0 in every document" in text
 
 
-def test_what_is_not_supported_is_refused(titan: Any, model: Any, tokens: Any) -> None:
+def test_what_is_not_supported_is_refused(
+    titan: Any, model: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, dims = spec_of(titan), standin.ParallelDims
     for given, balancer, message in (
         (dims(cp=2), "ptrr", "load_balancer 'headtail' or None; got 'ptrr'"),
@@ -164,6 +166,9 @@ def test_what_is_not_supported_is_refused(titan: Any, model: Any, tokens: Any) -
     ):
         with pytest.raises(ValueError, match=message):
             parallelized(spec, model, given, balancer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"needs training\.disable_cuda_graphs"):
+        parallelized(spec, model, dims(), graphs=True)
     with pytest.raises(TypeError, match="pattern must be a DilatedPattern"):
         spec_of(titan, pattern="longnet")
     with pytest.raises(ValueError, match="backend must be one of"):
@@ -179,12 +184,6 @@ def test_what_is_not_supported_is_refused(titan: Any, model: Any, tokens: Any) -
         model(tokens)
     with pytest.raises(ValueError, match="attention_masks must be left out"):
         model(tokens, POSITIONS, attention_masks=object())
-
-
-def test_cuda_graphs_are_refused(titan: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"set training\.disable_cuda_graphs"):
-        parallelized(spec_of(titan), model, standin.ParallelDims(), graphs=True)
 
 
 @pytest.mark.slow

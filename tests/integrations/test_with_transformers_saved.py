@@ -126,9 +126,9 @@ NO_LENGTH = {
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (3, "must have a 'pattern' with segment_lengths, .*; got 3"),
-        ({"pattern": {"segment_lengths": [3]}}, r"got \['segment_lengths'\]"),
-        ({"pattern": NO_LENGTH}, "holds no pattern: a segment length must be >= 1"),
+        (3, "holds no pattern as set_attention writes it: TypeError"),
+        ({"pattern": {"segment_lengths": [3]}}, "holds no pattern .* KeyError: 'dilation_rates'"),
+        ({"pattern": NO_LENGTH}, "holds no pattern .* a segment length must be >= 1"),
     ],
 )
 def test_a_damaged_entry_is_refused(tmp_path, entry, message):

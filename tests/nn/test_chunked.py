@@ -183,31 +183,21 @@ def test_random_numbers_of_a_function_without_modules():
     assert torch.equal(dx * x, dropped)
 
 
-class TwoProjections(nn.Module):
-    """Of adapters on one of two projections the other gets no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x):
-        return self.one(x), self.other(x)
-
-
 @pytest.mark.parametrize("rows", [4, 50])
 def test_results_of_frozen_parts(rows):
-    module, x = TwoProjections(), inputs(13)[0].detach()
-    module.other.requires_grad_(False)
-    of = list(module.one.parameters())
+    """Of adapters on one of two projections the other gets no gradient."""
+    one, other = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+    x, of = inputs(13)[0].detach(), list(one.parameters())
+    other.requires_grad_(False)
 
-    def gradients(rows):
-        one, other = map_rows(module, x, rows=rows, modules=(module,))
-        return torch.autograd.grad((one * other).sum(), of)
+    def mapped(rows):
+        return map_rows(lambda x: (one(x), other(x)), x, rows=rows, modules=(one, other))
 
-    for a, b in zip(gradients(rows), gradients(None), strict=True):
+    found, wanted = (torch.autograd.grad(torch.mul(*mapped(n)).sum(), of) for n in (rows, None))
+    for a, b in zip(found, wanted, strict=True):
         assert relative_error(a, b) < 1e-12
-    _, other = map_rows(module, x, rows=rows, modules=(module,))
-    assert all(g is None for g in torch.autograd.grad(other.sum(), of, allow_unused=True))
+    unused = torch.autograd.grad(mapped(rows)[1].sum(), of, allow_unused=True)
+    assert all(x is None for x in unused)
 
 
 def test_many_chunks_in_half_precision_add_up_in_float32():

@@ -20,10 +20,10 @@ from support.generating import (
 )
 from support.tolerances import assert_close_to
 
-from ring_dilated_attention import SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import Exchange, ExchangeError, run_loopback
-from ring_dilated_attention.nn import LongNet
+from ring_dilated_attention.nn import LongNet, MultiheadDilatedAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,6 +165,75 @@ def test_rejected_tokens_are_taken_back() -> None:
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
 
 
+# --- models that change, and fail
+
+
+def test_a_model_that_has_changed_generates_as_it_is_now() -> None:
+    """Steps call its blocks: hooks and other parts take part; caches of another pattern do not."""
+    model, prompt = make_model(), torch.randint(VOCABULARY, (2, 29))
+    before, plain = model.make_caches(2, max_length=60), model.generate(prompt, 20)
+    model.prefill(prompt, before)
+    first, second = (x.attention for x in model.blocks)
+    second.pattern = DilatedPattern([8, 30], [1, 3])  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="anew when its patterns have changed"):
+        model.step(prompt[:, :1], before)
+    combine: Any = first.combine  # type: ignore[union-attr]
+    vars(first)["combine"] = lambda out: 2 * combine(out).roll(1, -1)
+    for name in ("blocks.1", "blocks.0.attention.k_proj"):
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda _, __, output: output + output.roll(1, -1))
+    tokens = model.generate(prompt, 20)
+    assert not torch.equal(tokens, plain)
+    assert torch.equal(tokens, greedy(model, prompt, 20))
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("count", "max_rewind"), [(1, 0), (3, 2)])
+@pytest.mark.parametrize("name", ["norm", "blocks.1.contract"])
+def test_a_step_that_fails_can_be_tried_again(name: str, count: int, max_rewind: int) -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (2, 60))
+    caches = model.make_caches(2, max_length=60, max_rewind=max_rewind)
+    model.prefill(text[:, :18], caches)
+    logits = []
+    for first in range(18, 60, count):
+        handle = model.get_submodule(name).register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.step(text[:, first : first + count], caches)
+        handle.remove()
+        assert {cache.known_lengths for cache in caches} == {(first, first)}
+        assert all(cache.lengths.tolist() == [first, first] for cache in caches)
+        logits.append(model.step(text[:, first : first + count], caches))
+    with torch.no_grad():
+        assert relative_error(torch.cat(logits, 1), model(text)[:, 18:]) < 1e-10
+
+
+def test_caches_are_empty_behind_a_prefill_that_failed() -> None:
+    model, text = make_model(), torch.randint(VOCABULARY, (2, 10))
+    caches = model.make_caches(1, max_length=20)
+    model.prefill(text[:1], caches)
+    hook = model.blocks[1].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(text[1:], caches)
+    hook.remove()
+    assert {cache.known_lengths for cache in caches} == {(0,)}
+    assert [cache.lengths.item() for cache in caches] == [0] * len(caches)
+    with torch.no_grad():
+        assert relative_error(model.step(text[1:], caches), model(text[1:])) < 1e-10
+
+
+def test_streamed_tokens_may_be_changed() -> None:
+    """They are the caller's own: later tokens follow what was drawn."""
+    model, prompt = make_model(), torch.randint(VOCABULARY, (3, 29))
+    want, got = model.generate(prompt, 12), []
+    for tokens in model.stream(prompt, 12):
+        got.append(tokens.clone())
+        tokens.fill_(0)
+    assert torch.equal(torch.stack(got, 1), want)
+
+
 # --- refusals
 
 
@@ -185,7 +254,7 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
     "tokens must be a tensor": ({"tokens": [[1]]}, TypeError),
     "tokens must have shape": ({"tokens": PROMPT[0]}, ValueError),
     "the prompt must have a token": ({"tokens": PROMPT[:, :0]}, ValueError),
-    "every row needs a token": ({"lengths": [5, 0]}, ValueError),
+    r"lengths must lie in \[1, 5\]; got 0": ({"lengths": [5, 0]}, ValueError),
     "lengths must hold one number for each of 2 rows": ({"lengths": [5]}, ValueError),
     "documents must rise from 0": ({"documents": [0, 3]}, ValueError),
     "layout must be a SequenceLayout": ({"layout": "zigzag"}, TypeError),
@@ -244,16 +313,17 @@ def test_logits_that_are_not_finite_in_one_step_are_refused(batch: int) -> None:
     assert len(steps) < 40
 
 
-class _ForbidsAll(LongNet):
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(hidden).masked_fill(torch.arange(VOCABULARY) > 1, -torch.inf)
+class _TwiceTheQuery(MultiheadDilatedAttention):
+    def attend(self, q_bnhd: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        return super().attend(2 * q_bnhd, *others, **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_refuses_to_draw_where_all_tokens_are_forbidden(temperature: float) -> None:
-    model, allowed = _ForbidsAll(make_model().config), torch.arange(VOCABULARY) > 1
-    with pytest.raises(ValueError, match="logits are not finite, or -inf for all"):
-        model.generate(torch.tensor([[1]]), 2, temperature=temperature, allowed=allowed)
+def test_generate_refuses_an_attend_of_its_own() -> None:
+    model = make_model()
+    attention: Any = model.blocks[0].attention
+    attention.__class__ = _TwiceTheQuery
+    with pytest.raises(ValueError, match="_TwiceTheQuery has an attend of its own"):
+        model.generate(torch.randint(VOCABULARY, (1, 20)), 20)
 
 
 @pytest.mark.parametrize("value", [-1, VOCABULARY, 10**9])

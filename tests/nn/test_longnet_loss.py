@@ -133,13 +133,6 @@ def test_inputs_of_few_blocks_are_enough(blocks, chunk_rows):
         assert relative_error(a, b) < 1e-12
 
 
-def test_logits_in_chunks():
-    tokens, _ = make_text()
-    with torch.no_grad():
-        logits = make_model("keep_attention", 5)(tokens)
-        assert relative_error(logits, make_model()(tokens)) < 1e-12
-
-
 def test_parameters_keep_their_names():
     """Those of checkpoints of earlier versions."""
     names = {name for name, _ in make_model().named_parameters()}
@@ -151,22 +144,6 @@ def test_parameters_keep_their_names():
         f"blocks.{i}.{module}.{kind}" for i in range(2) for module in block
         for kind in ("weight", "bias")
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("labels", "kind", "message"),
-    [
-        (torch.zeros(2, LENGTH, dtype=torch.int32), TypeError, "labels must be int64; got .*int32"),
-        (
-            torch.zeros(2, LENGTH + 1, dtype=torch.int64),
-            ValueError,
-            r"the shape of tokens, \(2, 23\); got \(2, 24\)",
-        ),
-    ],
-)
-def test_bad_labels_are_refused(labels, kind, message):
-    with pytest.raises(kind, match=message):
-        make_model().loss(make_text()[0], labels)
 
 
 def test_bad_labels_of_one_rank_are_refused_on_all():

@@ -23,6 +23,7 @@ from ring_dilated_attention.nn import (
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3])
 DENSE: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}
+TOKENS = torch.zeros(1, 4, dtype=torch.int64)
 SMALL: dict[str, Any] = {"segment_lengths": [6, 11, None], "dilation_rates": [1, 2, 3]}
 
 
@@ -231,25 +232,20 @@ def test_logits_depend_on_no_later_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "layout", "kind", "message"),
+    ("given", "kind", "message"),
     [
-        (torch.zeros(1, 4), None, TypeError, "tokens must be int64; got torch.float32"),
-        (torch.zeros(4, dtype=torch.int64), None, ValueError, r"got \(4,\)"),
-        (torch.tensor([[0, -1]]), None, ValueError, "tokens must be from 0 to .*; got -1"),
-        (torch.zeros(1, 4, dtype=torch.int64), "zigzag", TypeError, "layout must be .*'zigzag'"),
-        (
-            torch.zeros(1, 4, dtype=torch.int64),
-            SequenceLayout.zigzag(5, 1),
-            ValueError,
-            "gives rank 0 a shard of 5 positions",
-        ),
+        ({"tokens": torch.zeros(1, 4)}, TypeError, "tokens must be int64; got torch.float32"),
+        ({"tokens": TOKENS[0]}, ValueError, r"got \(4,\)"),
+        ({"tokens": TOKENS - 1}, ValueError, "tokens must be from 0 to .*; got -1"),
+        ({"labels": TOKENS.int()}, TypeError, "labels must be int64; got .*int32"),
+        ({"labels": TOKENS[:, 1:]}, ValueError, r"the shape of tokens, \(1, 4\); got \(1, 3\)"),
+        ({"layout": "zigzag"}, TypeError, "layout must be .*'zigzag'"),
+        ({"layout": SequenceLayout.zigzag(5, 1)}, ValueError, "rank 0 a shard of 5 positions"),
     ],
 )
-def test_model_refuses(
-    tokens: torch.Tensor, layout: Any, kind: type[Exception], message: str
-) -> None:
+def test_model_refuses(given: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        small_model()(tokens, layout=layout)
+        small_model()(**{"tokens": TOKENS, **given})
 
 
 @pytest.mark.parametrize("wrong", ["width", "dtype", "rope"])

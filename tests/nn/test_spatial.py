@@ -60,10 +60,6 @@ def test_where_the_origin_is_does_not_matter(axes):
     # The whole extent of int64 is rounded, not overflown.
     wide = torch.tensor([[-(2**63)] * axes, [2**63 - 1] * axes, [0] * axes, [-(2**63) + 5] * axes])
     assert hilbert_order(wide)[:2].tolist() == [0, 3]
-    # Rounding down may put the last cell one further on.
-    bits = 62 // axes
-    odd = torch.tensor([[1] * axes, [2 ** (bits + 1)] * axes, [2] * axes])
-    assert hilbert_order(odd).tolist() == [0, 2, 1]
 
 
 def test_floats_are_rounded_to_fine_cells():

@@ -63,18 +63,6 @@ def test_the_same_weights_as_made_directly(make):
     assert not [name for name, _ in module.named_buffers()]  # of positions, nothing is kept
 
 
-def test_default_dtype_and_device_count():
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert layer().q_proj.weight.dtype == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    module = MultiheadDilatedAttention(
-        32, 4, segment_lengths=[6], dilation_rates=[1], device="meta", dtype=torch.bfloat16
-    )
-    assert {(p.is_meta, p.dtype) for p in module.parameters()} == {(True, torch.bfloat16)}
-
-
 def _fully_sharded(rank, world_size):
     errors = {}
     mesh = init_device_mesh("cpu", (world_size,))

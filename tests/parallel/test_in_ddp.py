@@ -95,18 +95,14 @@ def steps(rank, world_size, are_compiled):
     return found
 
 
-def test_ddp_may_call_a_model_in_any_module_and_backward_again():
-    for errors in run_ranks(steps, 2, False):
+@pytest.mark.parametrize("are_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ddp_may_call_a_model_in_any_module_and_backward_again(are_compiled):
+    for errors in run_ranks(steps, 2, are_compiled):
         assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.slow
-def test_ddp_may_call_a_compiled_model_in_any_module():
-    for errors in run_ranks(steps, 2, True):
-        assert max(errors.values()) < EXACT, errors
-
-
-def beside(rank):
+def refused(rank, world_size):
+    with_a_hook()
     text, where = own_text(rank), {"group": world(), "layout": LAYOUT}
     message = "LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels"
     known, unknown = Outer(make_model()), make_model()
@@ -126,11 +122,6 @@ def beside(rank):
     other(*text, **where)
     known.lm.requires_grad_(False)
     known.lm.loss(*text, **where)
-
-
-def refused(rank, world_size):
-    with_a_hook()
-    beside(rank)
 
 
 def test_labels_per_rank_refuses_a_communication_hook_and_models_a_loss_beside_ddp():

@@ -1,6 +1,5 @@
 """DTensors as query, key and value: sharded over the sequence, evenly and not; meshes as groups."""
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,8 @@ from support.bounds import EXACT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import ring_dilated_attention
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, nn
 from ring_dilated_attention.checks import relative_error, run_ranks
-from ring_dilated_attention.integrations import torchscale
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
 
@@ -205,36 +202,6 @@ def test_bad_dtensors_and_a_group_that_was_destroyed_are_refused():
 
 
 # --- meshes in place of groups
-
-
-def public():
-    """Functions, and methods of classes, that users call."""
-    package = [getattr(ring_dilated_attention, name) for name in ring_dilated_attention.__all__]
-    for value in (
-        *package,
-        *(getattr(nn, name) for name in nn.__all__),
-        torchscale.replace_dilated_attention,
-        torchscale.TorchscaleDilatedAttention,
-    ):
-        if inspect.isclass(value):
-            methods = inspect.getmembers(value, inspect.isfunction)
-            yield from (method for name, method in methods if name in CALLED)
-        elif inspect.isfunction(value):
-            yield value
-
-
-CALLED = ("__init__", "forward", "loss", "generate", "stream", "make_caches")
-
-
-def test_what_takes_a_group_takes_a_mesh():
-    """Alike everywhere; but for the ends of a group, and what takes the group as its argument."""
-    checked = set()
-    for function in public():
-        parameters = inspect.signature(function).parameters
-        if "group" in parameters and parameters["group"].default is None:
-            checked.add(function.__qualname__)
-            assert "mesh" in parameters, function.__qualname__
-    assert len(checked) >= 9, checked
 
 
 def _modules_on_a_mesh(rank, world_size):

@@ -82,12 +82,10 @@ def test_gradients_travel_too():
 def test_bytes_inside_and_across_hosts():
     """Four ranks on two hosts: each receives all rows of the other host from there."""
     rank = dense(4).rank(0)
-    hosts = costs.host_of_ranks(2, 2)
-    assert hosts == (0, 0, 1, 1)
-    found = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=hosts)
+    found = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=2)
     received = costs.traffic(rank, SIZE).forward_received
     assert (found.inside_bytes, found.across_bytes) == (received // 3, received * 2 // 3)
-    alone = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=(0, 1, 2, 3))
+    alone = costs.predict(rank, SIZE, PLAIN, backward=False, hosts=4)
     assert (alone.inside_bytes, alone.across_bytes) == (0, received)
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ring_dilated_attention.engine import parts
+from ring_dilated_attention.engine import compute
 from ring_dilated_attention.plan import spec
 from ring_dilated_attention.resolve import forget_plans
 
@@ -28,7 +28,7 @@ def rings_cut(pairs: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if pairs is not None:
             set_round_pairs(patch, pairs)
-            patch.setattr(parts, "LONG_FLOPS", 0)
+            patch.setattr(compute, "LONG_FLOPS", 0)
         forget_plans()  # plans keep their rounds
         yield
     forget_plans()

@@ -193,14 +193,6 @@ def test_options_compile(changes):
     assert_equal(got, results(attention, leaves(31, **shape), **changes))
 
 
-def test_compiled_without_gradients():
-    function, _ = compiled(attention)
-    with torch.no_grad():
-        assert_equal(function(*leaves(20)), attention(*leaves(20)))
-    with torch.inference_mode():
-        assert_equal(function(*leaves(21)), attention(*leaves(21)))
-
-
 def test_autocast_casts_in_graphs_too():
     function, _ = compiled(attention)
     with torch.autocast("cpu", torch.bfloat16):

@@ -18,7 +18,6 @@ from ring_dilated_attention.nn import (
     SlideEncoder,
     SlideEncoderConfig,
 )
-from ring_dilated_attention.torch_op import agreed
 
 pytestmark = [
     pytest.mark.xdist_group("with_compile"),  # its fixture is made once
@@ -116,16 +115,6 @@ def _refused(rank, world_size, group):
     return ""
 
 
-def _agreement_alone(rank, world_size, group):
-    alone = torch._dynamo.disable(agreed, recursive=False)
-
-    def function(x):
-        return alone(x.sin(), "Model", group, None, x.device) + 1
-
-    x = torch.ones(3)
-    return relative_error(torch.compile(function, backend="eager")(x), function(x))
-
-
 CHECKPOINTS = ["keep_attention", "none", "full"]
 LENGTHS = {"whole": None, "lengths": torch.tensor([36, 11])}
 
@@ -135,7 +124,6 @@ def _on_ranks(rank, world_size):
     calls: dict[str, Any] = {
         **{name: partial(_language_model, checkpoint=name) for name in CHECKPOINTS},
         **{name: partial(_slide_encoder, lengths=lengths) for name, lengths in LENGTHS.items()},
-        "agreement": _agreement_alone,
         "refused": _refused,
     }
     found = {}
@@ -174,11 +162,6 @@ def test_what_one_rank_refuses_is_an_error_on_every_rank(on_ranks):
     first, second = (rank["refused"] for rank in on_ranks)
     assert "was refused on other ranks: rank 1: ValueError: labels must have the shape" in first
     assert second.startswith("labels must have the shape of tokens")
-
-
-@pytest.mark.slow
-def test_the_agreement_of_ranks_is_not_traced(on_ranks):
-    assert [rank["agreement"] for rank in on_ranks] == [0.0, 0.0]
 
 
 # --- documents and lengths in tensors

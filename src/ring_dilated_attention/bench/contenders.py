@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import dilated_attention
@@ -67,6 +65,8 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
     """
     if name == OURS:
         return _ours(workload, place)
+    if workload.documents:
+        raise ValueError(f"{name} takes no documents")
     if (name == "context_parallel") != (place.ranks > 1):
         needs = "several ranks" if place.ranks == 1 else "one rank"
         raise ValueError(f"{name} runs on {needs}; got {place.ranks}")
@@ -94,6 +94,7 @@ def _ours(workload: Workload, place: Place) -> Contender:
         is_causal=workload.is_causal,
         group=dist.group.WORLD if place.ranks > 1 else None,
         layout=layout,
+        documents=workload.documents,
     )
     shapes = (workload.shapes(layout.local_length(place.rank)),)
     return Contender(attend, shapes, workload.flops())
@@ -152,6 +153,9 @@ def _context_parallel(workload: Workload, place: Place) -> Contender:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def inside() -> AbstractContextManager[None]:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.experimental import context_parallel
+
         mesh = DeviceMesh.from_group(dist.group.WORLD, place.device.type)  # type: ignore[arg-type]
         positions = torch.arange(workload.seq_len, device=place.device)[None]
         # Query, key and value are shards already; it wants a buffer to shard.

@@ -36,6 +36,9 @@ class Workload:
         batch_size: sequences in the batch.
         dtype: of query, key and value: bfloat16, float16, float32 or float64.
         is_causal: whether a query sees no later keys.
+        layout_name: ``"contiguous"``, ``"zigzag"`` or ``"auto"``, the default: zigzag if causal and
+            on several ranks.
+        documents: cumulative lengths of packed documents; None: one document.
         name: what reports call the pattern; empty: its branches.
 
     Raises:
@@ -50,6 +53,8 @@ class Workload:
     batch_size: int = 1
     dtype: str = "bfloat16"
     is_causal: bool = False
+    layout_name: str = "auto"
+    documents: tuple[int, ...] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -82,8 +87,8 @@ class Workload:
         return query, (*query[:2], self.kv_heads, self.head_dim)
 
     def layout(self, ranks: int) -> SequenceLayout:
-        """Shards of equal length: zigzag if causal and on several ranks, else contiguous."""
-        return SequenceLayout.named("auto", self.seq_len, ranks, is_causal=self.is_causal)
+        """Shards as equal as possible."""
+        return SequenceLayout.named(self.layout_name, self.seq_len, ranks, is_causal=self.is_causal)
 
     def plan(self, ranks: int = 1) -> AttentionPlan:
         """The plan of the call on `ranks` ranks."""
@@ -93,6 +98,7 @@ class Workload:
             is_causal=self.is_causal,
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
+            documents=self.documents,
         )
 
     def flops(self) -> int:
@@ -101,10 +107,12 @@ class Workload:
 
     def __str__(self) -> str:
         groups = "" if self.kv_heads == self.num_heads else f" ({self.kv_heads} KV)"
+        documents = len(self.documents or ()) - 1
         return (
             f"{self.name or self.pattern}, {self.seq_len:,} tokens, {self.num_heads}{groups} heads "
             f"of {self.head_dim}, {self.dtype}{', causal' if self.is_causal else ''}"
             f"{f', batch {self.batch_size}' if self.batch_size > 1 else ''}"
+            f"{f', {documents:,} documents' if documents > 0 else ''}"
         )
 
 

@@ -30,7 +30,6 @@ from .verify import (
     ViewKind,
     combine,
     make_layout,
-    positions_to_check,
     run_case,
     run_cases,
     spot_check,
@@ -48,7 +47,6 @@ __all__ = [
     "doctor",  # a module: not imported here, since ``python -m`` runs it
     "make_layout",
     "nan_in_uninitialized_memory",
-    "positions_to_check",
     "reference_attention",
     "relative_error",
     "run_case",

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import Exchange, Pending, SoloExchange, run_loopback
-from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..pattern import check_positive_int, in_brief
-from ..plan import RankPlan, costs
-from ..tiles import accumulate_dtype
+from ..plan import RankPlan, costs, lower
 from .reference import relative_error
-from .verify import TENSORS, TOLERANCE, Case
+from .verify import TENSORS, TOLERANCE, Case, attend
 
 _WARM_UP = 64  # positions
 
@@ -229,22 +227,23 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     Returns:
         A report per rank, and the errors relative to the same call on one device. They may be as
         large as `rda verify` allows or, where a gradient is a small difference of large numbers, 4
-        times the one device's own error to float64.
+        times its rounding (`Case.roundoff`).
 
     Raises:
         TypeError, ValueError: the case is not one that `dilated_attention` can compute.
     """
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {in_brief(case)}")
-    if case.lengths is not None:
-        raise ValueError(f"a simulated case has no padding; got lengths {case.lengths}")
+    if case.lengths is not None or case.branch_gradients != "exact":
+        got = f"lengths {case.lengths}, branch_gradients={case.branch_gradients!r}"
+        raise ValueError(f"a simulated case has no padding and exact gradients; got {got}")
     size = costs.TensorSize(
         batch=check_positive_int("batch", case.batch),
         head_dim=check_positive_int("head_dim", case.head_dim),
         element_size=case.dtype.itemsize,
     )
     plan, device = case.plan(), torch.device(case.device)
-    whole = _inputs(case)
+    whole = [x.to(case.dtype) for x in case.inputs()]
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
     _run_alone(replace(case, documents=None), [x[:, :_WARM_UP] for x in whole], backward)
@@ -264,7 +263,7 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         _report(plan.rank(rank), size, work, result, gathers=gathers)
         for rank, result in enumerate(ran)
     )
-    errors, problems = _compare(case, [x.tensors for x in ran], alone.tensors, whole, backward)
+    errors, problems = _compare(case, [x.tensors for x in ran], alone.tensors)
     return Simulation(
         ranks=reports,
         balance=costs.balance(work),
@@ -273,22 +272,6 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
         errors=errors,
         problems=(*problems, *(text for report in reports for text in _disagreements(report))),
     )
-
-
-def _inputs(case: Case) -> list[torch.Tensor]:
-    """Whole query, key, value and dout, (batch, sequence, heads, head_dim), in the case's dtype.
-
-    `Case.inputs` would take four times as much memory for them.
-    """
-    generator = torch.Generator().manual_seed(case.seed)
-    return [
-        torch.randn(
-            (case.batch, case.layout.length, heads, case.head_dim),
-            generator=generator,
-            dtype=case.dtype,
-        ).to(case.device)
-        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
-    ]
 
 
 class _Ran(NamedTuple):
@@ -318,20 +301,7 @@ def _run(
     *leaves, dout = tensors
     query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
     turns.take()
-    out, lse = dilated_attention(
-        query,
-        key,
-        value,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
-        group=turns if turns.world_size > 1 else None,
-        layout=layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        return_lse=True,
-    )
+    out, lse = attend(case, query, key, value, layout, turns)
     passes = [turns.take()]
     held = costs.Memory(
         query=query.nbytes,
@@ -352,20 +322,16 @@ def _run(
 def _report(
     rank: RankPlan, size: costs.TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
-    steps = [step for one in rank.rounds(gathers=gathers) for step in one.steps()]
-    receivers = [step.send.receiver for step in steps if step.send is not None]
-    senders = [step.receive.sender for step in steps if step.receive is not None]
-    moved = costs.traffic(rank, size)
-    planned = [
-        Transfers(sent=sent, received=received, messages=messages, peers=peers)
-        for peers in [tuple(sorted({*receivers, *senders}))]
-        for sent, received, messages in (
-            (moved.forward_sent, moved.forward_received, len(receivers)),
-            # In backward rows again, and returned gradients.
-            (moved.backward_sent, moved.backward_received, len(receivers) + len(senders)),
+    planned = []
+    for backward in (False, True):
+        program = lower(rank, gathers=gathers, backward=backward)
+        sent, received = map(sum, zip(*(action.nbytes(size) for action in program), strict=True))
+        sends = [action.sends[0] for action in program if action.sends]
+        peers = {*sends, *(action.receives[0] for action in program if action.receives)}
+        planned.append(
+            Transfers(sent=sent, received=received, messages=len(sends), peers=tuple(sorted(peers)))
         )
-    ]
-    forward, *backward = (
+    forward, *rest = (
         Pass(planned=a, counted=b, seconds=seconds)
         for a, b, seconds in zip(planned, ran.transfers, ran.seconds, strict=False)
     )
@@ -377,7 +343,7 @@ def _report(
         flops=work[rank.index],
         of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,
         forward=forward,
-        backward=backward[0] if backward else None,
+        backward=rest[0] if rest else None,
     )
 
 
@@ -391,16 +357,11 @@ def _disagreements(report: RankReport) -> Iterator[str]:
 
 
 def _compare(
-    case: Case,
-    shards: Sequence[Mapping[str, torch.Tensor]],
-    alone: Mapping[str, torch.Tensor],
-    whole: Sequence[torch.Tensor],
-    backward: bool,
+    case: Case, shards: Sequence[Mapping[str, torch.Tensor]], alone: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, float], list[str]]:
     """Relative errors by tensor, and what is out of bounds."""
     errors: dict[str, float] = {}
     problems: list[str] = []
-    exact: Mapping[str, torch.Tensor] = {}  # in float64, if it is needed
     bound = TOLERANCE[case.dtype]
     for name, want in alone.items():
         got = case.layout.unshard([x[name] for x in shards], 2 if name == "lse" else 1)
@@ -411,20 +372,8 @@ def _compare(
         errors[name] = relative_error(got, want)
         if errors[name] <= bound:
             continue
-        if not exact:
-            wide = replace(case, dtype=torch.float64, backend="auto")
-            exact = _run_alone(wide, [x.double() for x in whole], backward).tensors
-        if not _rounds_alike(got, want, exact[name]):
+        # A gradient can be a small difference of large numbers (a query that sees one key).
+        rounding = 4 * case.roundoff()[name] * math.sqrt(want.numel())
+        if not torch.linalg.vector_norm(got.double() - want).item() <= rounding:
             problems.append(f"{name}: relative error {errors[name]:.1e}, allowed {bound:.1e}")
     return errors, problems
-
-
-def _rounds_alike(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether `got` is as near to float64 as `want`: within 4 times, and rounding of numbers of 1.
-
-    A gradient can be a small difference of large numbers (a query that sees one key).
-    """
-    exact = exact.masked_fill(torch.isneginf(exact), 0)
-    ours, theirs = (float(torch.linalg.vector_norm(x.double() - exact)) for x in (got, want))
-    rounding = torch.finfo(accumulate_dtype(want.dtype)).eps * math.sqrt(want.numel())
-    return ours <= 4 * (theirs + rounding)

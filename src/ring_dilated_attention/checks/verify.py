@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -276,6 +275,35 @@ class Outcome:
         return within and self.valid and self.sent_bytes == self.planned_bytes
 
 
+def attend(
+    case: Case,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: SequenceLayout,
+    ends: Exchange,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of the call that a case describes, on one rank of a layout."""
+    return dilated_attention(
+        query,
+        key,
+        value,
+        case.pattern,
+        is_causal=case.is_causal,
+        scale=case.scale,
+        documents=case.documents,
+        group=ends if ends.world_size > 1 else None,
+        layout=layout,
+        exchange=case.exchange,
+        backend=case.backend,
+        workspace=case.workspace,
+        branch_gradients=case.branch_gradients,
+        return_lse=True,
+        **options,
+    )
+
+
 def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference.
 
@@ -292,23 +320,7 @@ def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Ou
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
         options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
     before = ends.sent_bytes
-    out, lse = dilated_attention(
-        query,
-        key,
-        value,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
-        group=ends if ends.world_size > 1 else None,
-        layout=case.layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        workspace=case.workspace,
-        branch_gradients=case.branch_gradients,
-        return_lse=True,
-        **options,
-    )
+    out, lse = attend(case, query, key, value, case.layout, ends, **options)
     gradients = torch.autograd.grad(out, leaves, dout) if leaves else ()
     names = (f"d{name}" for name in INPUTS if name in case.wanted)
     actual = {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}
@@ -359,15 +371,15 @@ def _compare(
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
-    plan, backward = case.plan(length), bool(case.wanted)
+    plan = case.plan(length)
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    detached = case.branch_gradients == "detached" and case.pattern.mixes_branches
-    if not detached or not backward:
-        return costs.sent_bytes(plan.rank(rank), size, backward=backward)
-    # Backward computes each branch by itself: forward again, and back.
-    forward = costs.sent_bytes(plan.rank(rank), size, backward=False)
-    branches = [one.rank(rank) for one in plan.single_branches]
-    return forward + sum(costs.sent_bytes(one, size, backward=True) for one in branches)
+    traffic = costs.traffic(plan.rank(rank), size)
+    sent = traffic.backward_sent
+    if case.branch_gradients == "detached" and case.pattern.mixes_branches:
+        # Backward computes each branch by itself: forward again, and back.
+        branches = [costs.traffic(one.rank(rank), size) for one in plan.single_branches]
+        sent = sum(each.forward_sent + each.backward_sent for each in branches)
+    return traffic.forward_sent + sent * bool(case.wanted)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -461,28 +473,6 @@ class Shard(NamedTuple):
     dvalue: torch.Tensor | None = None
 
 
-def positions_to_check(
-    pattern: DilatedPattern, layout: SequenceLayout, *, seed: int, each: int = 2
-) -> list[int]:
-    """Positions at random, `each` in every branch and on both sides of every border of ranks.
-
-    A position is in a branch where head 0 takes part in it there.
-    """
-    random, length = Random(seed), layout.length
-    positions = {0, length - 1}
-    count = 1 if pattern.head_slice is None else pattern.head_slice.stop - pattern.head_slice.start
-    for branch, (w, rate) in enumerate(pattern.branches):
-        w = length if w is None else min(w, length)
-        offset = dict(pattern.heads(branch, count)).get(0, w)
-        for _ in range(each):
-            start = random.randrange(-(-length // w)) * w
-            rows = range(start + offset, min(start + w, length), rate)
-            positions.update(random.sample(rows, min(1, len(rows))))
-    borders = {border for ranges in layout.ranges for each in ranges for border in each}
-    near = {position for border in borders for position in (border - 1, border)}
-    return sorted(positions | {p for p in near if 0 <= p < length})
-
-
 def spot_check(
     shard: Shard,
     pattern: DilatedPattern,
@@ -545,24 +535,20 @@ def _check_spots(
     """Raise unless `spot_check` can tell what the rows should be."""
     if pattern.zero_keys:
         raise ValueError("pattern must have no zero keys, which a spot check leaves out")
-    shape = shard.query.shape
+    shape = tuple(shard.query.shape)
     if len(shape) != 4 or shape[0] != 1:
-        raise ValueError(f"a spot check takes a batch of 1; got query {tuple(shape)}")
-    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {tuple(shape)}")
+        raise ValueError(f"a spot check takes a batch of 1; got query {shape}")
+    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {shape}")
     for name, tensor in shard._asdict().items():
-        expected = (1, shape[2], shape[1]) if name == "lse" else tuple(shape)
+        expected = (1, shape[2], shape[1]) if name == "lse" else shape
         if tensor is not None and tuple(tensor.shape) != expected:
-            got = f"as query has {tuple(shape)}; got {tuple(tensor.shape)}"
-            raise ValueError(f"{name} must have shape {expected}, {got}")
+            raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}")
     if len({x is None for x in shard[5:]}) > 1:
         raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
-    for name, numbers, stop in (
-        ("head", [head], shape[2]),
-        ("positions", positions, layout.length),
-    ):
-        for number in numbers:
-            if not 0 <= check_int(name, number) < stop:
-                raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
+    limits = [("head", head, shape[2]), *(("positions", p, layout.length) for p in positions)]
+    for name, number, stop in limits:
+        if not 0 <= check_int(name, number) < stop:
+            raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
 
 
 def _rows_at(
@@ -572,14 +558,13 @@ def _rows_at(
 
     Each rank puts the rows of its shard among zeros, and all ranks' are added up.
     """
-    places: list[int] = []
-    local: list[int] = []
-    before = 0
-    for start, stop in layout.ranges[ends.rank]:
-        held = [(place, p) for place, p in enumerate(positions) if start <= p < stop]
-        places.extend(place for place, _ in held)
-        local.extend(before + p - start for _, p in held)
-        before += stop - start
+    held = [
+        (place, piece.local + position - piece.start)
+        for place, position in enumerate(positions)
+        for piece in layout.pieces
+        if piece.rank == ends.rank and piece.start <= position < piece.stop
+    ]
+    places, local = ([pair[i] for pair in held] for i in (0, 1))
     found = {}
     for name, tensor in shard._asdict().items():
         if tensor is None:

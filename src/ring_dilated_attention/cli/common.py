@@ -7,8 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -20,18 +18,14 @@ from rich.status import Status
 from rich.table import Table
 
 from .. import __version__
-from ..layout import SequenceLayout, resolve_layout
 from ..named_patterns import NamedPattern
-from ..units import count_of, parse_count
+from ..units import parse_count
 
 if TYPE_CHECKING:
-    from ..plan import AttentionPlan, costs
+    from ..bench import Workload
 
 MOST_POSITIONS, MOST_HEADS = 1 << 48, 4096
 """Of a command, so that a slip of the hand is an error and not a wait."""
-
-_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Data types, and bytes of an element."""
 
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's own copy of it
 
@@ -204,91 +198,24 @@ Out = Annotated[Path | None, option("--out", "File to write.", _writable, "FILE"
 # fmt: on
 
 
-class Call:
-    """One call of `dilated_attention`, as the options of a command describe it.
+def workload_of(
+    named: NamedPattern,
+    *,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    dtype: str | None = None,
+    **rest: Any,
+) -> Workload:
+    """The call that the options of a command describe; what is None is that of the pattern."""
+    from ..bench import Workload
 
-    Args:
-        named: the pattern, and what None stands for below; see `given_pattern`.
-        seq_len: positions of the whole sequence.
-        ranks: number of ranks.
-        heads: query heads; None: those of `named`.
-        kv_heads: KV heads, a divisor of `heads`; None: `heads`.
-        head_dim: head dimension; None: that of `named`.
-        dtype: of query, key and value, as torch calls it; None: that of `named`.
-        causal: whether queries see no later keys.
-        layout: ``"auto"``, ``"contiguous"`` or ``"zigzag"``; `layout_name` never is ``"auto"``.
-        documents: cumulative lengths of packed documents; None: one document.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
-
-    def __init__(
-        self,
-        named: NamedPattern,
-        *,
-        seq_len: int,
-        ranks: int = 1,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        dtype: str | None = None,
-        causal: bool = False,
-        layout: str = "auto",
-        documents: Sequence[int] | None = None,
-    ) -> None:
-        self.pattern, self.seq_len, self.ranks = named.pattern, seq_len, ranks
-        self.heads = heads or named.num_heads
-        self.kv_heads = kv_heads or self.heads
-        self.head_dim, self.dtype = head_dim or named.head_dim, dtype or named.dtype
-        self.causal = causal
-        self.documents = None if documents is None else tuple(documents)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"--heads must be a multiple of --kv-heads; got {self.heads} and {self.kv_heads}"
-            )
-        self.layout_name = resolve_layout(layout, ranks, is_causal=causal)
-        self.layout = SequenceLayout.named(self.layout_name, seq_len, ranks, is_causal=causal)
-
-    @cached_property
-    def plan(self) -> AttentionPlan:
-        """What each rank computes and exchanges."""
-        from ..plan import plan_attention
-
-        return plan_attention(
-            self.pattern,
-            self.layout,
-            is_causal=self.causal,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            documents=self.documents,
-        )
-
-    @property
-    def size(self) -> costs.TensorSize:
-        """What turns rows into bytes."""
-        from ..plan import costs
-
-        return costs.TensorSize(batch=1, head_dim=self.head_dim, element_size=_DTYPES[self.dtype])
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What was given or filled in, for JSON."""
-        pattern = asdict(self.pattern)
-        names = ("seq_len", "ranks", "heads", "kv_heads", "head_dim", "dtype", "causal")
-        rest = {name: getattr(self, name) for name in (*names, "documents")}
-        return {**pattern, **rest, "layout": self.layout_name}
-
-    def __str__(self) -> str:
-        packed = 0 if self.documents is None else len(self.documents) - 1
-        documents = f", {count_of(packed, 'document')}" if packed else ""
-        return (
-            f"{self.pattern}\n{count_of(self.seq_len, 'position')} on "
-            f"{count_of(self.ranks, 'rank')} ({self.layout_name}), "
-            f"{count_of(self.heads, 'head')} of {self.head_dim}, "
-            f"{count_of(self.kv_heads, 'KV head')}, {self.dtype}"
-            f"{', causal' if self.causal else ''}{documents}"
-        )
+    return Workload(
+        pattern=named.pattern,
+        num_heads=heads or named.num_heads,
+        head_dim=head_dim or named.head_dim,
+        dtype=dtype or named.dtype,
+        **rest,
+    )
 
 
 def resolve_device(name: str) -> str:

@@ -8,14 +8,23 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, resolve_layout
 from ..named_patterns import given_pattern
 from ..units import count_of, in_bytes, in_flop, in_seconds
 from . import common
-from .common import Call, app, integer, make_console, option, show_table, working, write_json
+from .common import (
+    app,
+    integer,
+    make_console,
+    option,
+    show_table,
+    working,
+    workload_of,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from ..plan import RankPlan, costs
+    from ..plan import AttentionPlan, RankPlan, costs
 
 SHOWN_ALL, SHOWN_FEW = 16, 4
 """Of at most SHOWN_ALL ranks all are shown, of more SHOWN_FEW."""
@@ -65,49 +74,52 @@ def plan(
 
     rda plan --pattern dense --seq-len 1G --ranks 4096 --hosts 512
     """
-    call = Call(
+    work = workload_of(
         given_pattern(pattern, segment_lengths, dilation_rates),
         seq_len=seq_len,
-        ranks=ranks,
         heads=heads,
-        kv_heads=kv_heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        causal=causal,
-        layout=layout,
+        is_causal=causal,
+        layout_name=resolve_layout(layout, ranks, is_causal=causal),
         documents=documents,
     )
+    planned, size = work.plan(ranks), work.size
     if hosts and ranks % hosts:
         raise ValueError(f"--ranks must be a multiple of --hosts; got {ranks} and {hosts}")
     if check:
-        _prove(call)
-    shown = [_figures(call, call.plan.rank(rank)) for rank in shown_ranks(ranks)]
-    verdict = [*_traffic_in_words(call, shown), *work_in_words(call), *_pattern_in_words(call)]
+        _prove(planned)
+    shown = [_figures(planned, planned.rank(x), size) for x in shown_ranks(ranks)]
+    verdict = [
+        *_traffic_in_words(planned, shown),
+        *work_in_words(planned, size),
+        *_pattern_in_words(planned, size),
+    ]
     if hosts:
-        verdict.append(_predict(call, hosts, shown))
+        verdict.append(_predict(planned, size, hosts, shown))
     console = make_console(json)
-    console.print(f"{call}\n")
+    console.print(f"{work}, on {count_of(ranks, 'rank')} ({work.layout_name})\n")
     for words in verdict:
         console.print(f"- {words}", style="bold")
     console.print()
-    _show(console, shown)
-    if tables:
-        _show_more(console, shown)
+    for table in _tables(shown, more=tables):
+        show_table(console, *table)
     if check:
         console.print(PROVEN)
-    asked = {**call.options, "hosts": hosts}
+    asked = {**asdict(work), "ranks": ranks, "hosts": hosts}
     write_json(json, {"options": asked, "verdict": verdict, "proven": check, "ranks": shown})
 
 
-def _prove(call: Call) -> None:
+def _prove(plan: AttentionPlan) -> None:
     from ..plan import check_plan, costs
 
-    pairs = costs.enumerated(call.plan)
+    pairs = costs.enumerated(plan)
     if pairs > CHECKED_PAIRS:
         raise ValueError(
             f"--check would enumerate {pairs:,} pairs of positions, more than {CHECKED_PAIRS:,}: "
             "take a shorter --seq-len or fewer --heads"
         )
-    check_plan(call.plan)
+    check_plan(plan)
 
 
 def shown_ranks(ranks: int) -> Sequence[int]:
@@ -117,39 +129,38 @@ def shown_ranks(ranks: int) -> Sequence[int]:
     return [(ranks - 1) * i // (SHOWN_FEW - 1) for i in range(SHOWN_FEW)]
 
 
-def _figures(call: Call, rank: RankPlan) -> dict[str, Any]:
-    """What tables and JSON say of a rank, in bytes, operations and positions."""
-    from ..plan import costs
+def _figures(plan: AttentionPlan, rank: RankPlan, size: costs.TensorSize) -> dict[str, Any]:
+    """The figures of a rank in tables and JSON: bytes, operations and positions."""
+    from ..plan import costs, lower
 
-    held = costs.memory(rank, call.size)
-    steps = [x for part in rank.rounds(gathers=call.plan.gathers) for x in part.steps()]
+    held = costs.memory(rank, size)
+    program = lower(rank, gathers=plan.gathers, backward=False)
     return {
         "rank": rank.index,
-        "positions": call.layout.local_length(rank.index),
-        "flops": costs.flops_of_rank(call.plan, call.size, rank.index),
-        "senders": len({step.receive.sender for step in steps if step.receive is not None}),
-        "messages": sum(step.send is not None for step in steps),
-        "traffic_bytes": asdict(costs.traffic(rank, call.size)),
+        "positions": plan.layout.local_length(rank.index),
+        "flops": costs.flops_by_rank(plan, size)[rank.index],
+        "senders": len({action.receives[0] for action in program if action.receives is not None}),
+        "messages": sum(action.sends is not None for action in program),
+        "traffic_bytes": asdict(costs.traffic(rank, size)),
         "memory_bytes": {**asdict(held), "total": held.total},
     }
 
 
-def _traffic_in_words(call: Call, shown: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _traffic_in_words(plan: AttentionPlan, shown: Sequence[dict[str, Any]]) -> Iterator[str]:
     received = sorted(x["traffic_bytes"]["forward_received"] for x in shown)
-    if call.ranks == 1:
+    count = plan.layout.world_size
+    if count == 1:
         return
     if any(received):
-        who = "each rank" if len(shown) == call.ranks else f"each of {len(shown)} ranks shown"
+        who = "each rank" if len(shown) == count else f"each of {len(shown)} ranks shown"
         senders = sorted(x["senders"] for x in shown)
         ranks = "rank" if senders[-1] == 1 else "ranks"
-        way = "all at once" if call.plan.gathers else "step by step around a ring"
+        way = "all at once" if plan.gathers else "step by step around a ring"
         yield (
             f"{who} receives {_from_to(received, in_bytes)} of keys and values from "
             f"{_from_to(senders, '{:,}'.format)} other {ranks} in forward, {way}"
         )
-    elif call.ranks > MOST_COUNTED or any(
-        call.plan.rank(rank).total_received_rows for rank in range(call.ranks)
-    ):
+    elif count > MOST_COUNTED or any(plan.rank(rank).total_received_rows for rank in range(count)):
         yield f"nothing travels to ranks {', '.join(str(x['rank']) for x in shown)}"
     else:
         yield "nothing travels: every segment lies on one rank"
@@ -160,53 +171,54 @@ def _from_to(values: Sequence[int], in_words: Callable[[int], str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def work_in_words(call: Call) -> Iterator[str]:
+def work_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[str]:
     """Which of several ranks is the busiest."""
     from ..plan import costs
 
-    found = costs.balance(costs.flops_by_rank(call.plan, call.size))
-    if call.ranks == 1:
+    found, layout = costs.balance(costs.flops_by_rank(plan, size)), plan.layout
+    if layout.world_size == 1:
         return
     if found.imbalance < 1.005:
         yield "the work is even"
         return
     text = (
         f"rank {found.largest_rank} is the busiest: {found.imbalance:.2f} times the mean, so that "
-        f"{call.ranks:,} ranks are at most {found.speed_up_bound:,.1f} times as fast as one"
+        f"{layout.world_size:,} ranks are at most {found.speed_up_bound:,.1f} times as fast as one"
     )
-    if call.causal and call.layout_name != "zigzag":
-        zigzag = replace(call.plan, layout=SequenceLayout.zigzag(call.seq_len, call.ranks))
-        even = costs.balance(costs.flops_by_rank(zigzag, call.size)).imbalance
+    zigzag = SequenceLayout.zigzag(layout.length, layout.world_size)
+    if plan.is_causal and layout != zigzag:
+        even = costs.balance(costs.flops_by_rank(replace(plan, layout=zigzag), size)).imbalance
         text += f" (--layout zigzag: {even:.2f} times the mean)"
     yield text
 
 
-def closed_block(call: Call) -> int | None:
+def closed_block(plan: AttentionPlan) -> int | None:
     """The length of the blocks that a pattern never leaves; None: there are no such blocks.
 
     Where a multiple of all segment lengths ends, so does a segment of every branch, and nothing
     passes that position in any number of layers.
     """
-    lengths = [x for x in call.pattern.segment_lengths if x is not None]
-    longest = max(stop - start for start, stop in pairwise(call.documents or (0, call.seq_len)))
+    lengths = [x for x in plan.pattern.segment_lengths if x is not None]
+    longest = max(stop - start for start, stop in pairwise(plan.documents))
     block = math.lcm(*lengths)
-    is_closed = len(lengths) == len(call.pattern.segment_lengths) and block < longest
+    is_closed = len(lengths) == len(plan.pattern.segment_lengths) and block < longest
     return block if is_closed else None
 
 
-def _pattern_in_words(call: Call) -> Iterator[str]:
+def _pattern_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[str]:
     from ..plan import plan_cache
 
-    block = closed_block(call)
+    block = closed_block(plan)
     if block is not None:
         yield (
             f"positions in different blocks of {block:,} never influence each other, in any number "
             "of layers: no segment crosses the end of a block"
         )
-    if call.causal:
-        cache = plan_cache(call.pattern, call.kv_heads, call.seq_len)
-        nbytes = cache.nbytes(1, call.head_dim, call.size.element_size)
-        share = nbytes / call.size.key_value_bytes(call.seq_len * call.kv_heads)
+    if plan.is_causal:
+        length, heads = plan.layout.length, plan.num_kv_heads
+        cache = plan_cache(plan.pattern, heads, length)
+        nbytes = cache.nbytes(1, size.head_dim, size.element_size)
+        share = nbytes / size.key_value_bytes(length * heads)
         yield f"a KV cache takes {in_bytes(nbytes)} a layer, {share:.1%} of all keys and values"
 
 
@@ -238,33 +250,37 @@ def h200_rates(size: costs.TensorSize) -> costs.Rates:
     )
 
 
-def _predict(call: Call, hosts: int, shown: Sequence[dict[str, Any]]) -> str:
-    """Add predicted times to what is shown of ranks; return those of the slowest, in words."""
+def _predict(
+    plan: AttentionPlan, size: costs.TensorSize, hosts: int, shown: Sequence[dict[str, Any]]
+) -> str:
+    """Add predicted times to the figures of ranks; return those of the slowest, in words."""
     from ..plan import costs
 
-    size, host_of = call.size, costs.host_of_ranks(hosts, call.ranks // hosts)
-    rates = h200_rates(size)
-    times = []
+    rates, times = h200_rates(size), []
     with working("predict"):
         for figures in shown:
-            rank = call.plan.rank(figures["rank"])
+            rank = plan.rank(figures["rank"])
             for name in ("forward", "backward"):
-                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=host_of)
+                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
                 figures[name] = asdict(way)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
     forward, backward = max(times, key=sum)
-    share = costs.efficiency(call.plan, size, rates, forward + backward)
+    share = costs.efficiency(plan, size, rates, forward + backward)
     return (
         f"predicted by a cost model, not measured: forward {in_seconds(forward)}, with backward "
         f"{in_seconds(forward + backward)}, {share:.0%} of the rate of one GPU with a sequence as "
-        f"long as a shard ({count_of(hosts, 'host')} of {call.ranks // hosts} H200, "
+        f"long as a shard ({count_of(hosts, 'host')} of "
+        f"{plan.layout.world_size // hosts} H200, "
         f"{LINK_GB_S:g} GB/s per GPU inside a host, {NETWORK_GB_S:g} between hosts)"
     )
 
 
-def _show(console: Any, shown: Sequence[dict[str, Any]]) -> None:
-    headings = ["rank", "positions", "FLOP", "KV received", "from ranks", "memory"]
+def _tables(
+    shown: Sequence[dict[str, Any]], *, more: bool
+) -> Iterator[tuple[str, list[str], list[list[Any]]]]:
+    """Titles, headings and rows: of forward; and with `more` of exchange and memory."""
     ways = [way for way in ("forward", "backward") if way in shown[0]]
+    figures = ["positions", "FLOP", "KV received", "from ranks", "memory"]
     rows = [
         [
             str(x["rank"]),
@@ -277,23 +293,12 @@ def _show(console: Any, shown: Sequence[dict[str, Any]]) -> None:
         ]
         for x in shown
     ]
-    show_table(console, "Forward of each rank", [*headings, *ways], rows)
-
-
-def _show_more(console: Any, shown: Sequence[dict[str, Any]]) -> None:
-    ways = ("forward_received", "forward_sent", "backward_received", "backward_sent")
-    parts = ("query", "key", "value", "out", "lse", "buffers")
-
-    def table(title: str, headings: list[str], row: Callable[[dict[str, Any]], list[Any]]) -> None:
-        show_table(console, title, ["rank", *headings], [[str(x["rank"]), *row(x)] for x in shown])
-
-    table(
-        "Exchange: keys and values in forward; in backward their gradients too",
-        [*(way.replace("_", " ") for way in ways), "messages"],
-        lambda x: [*(in_bytes(x["traffic_bytes"][way]) for way in ways), x["messages"]],
-    )
-    table(
-        "Memory during forward; buffers are keys and values of other ranks",
-        list(parts),
-        lambda x: [in_bytes(x["memory_bytes"][part]) for part in parts],
-    )
+    yield "Forward of each rank", ["rank", *figures, *ways], rows
+    details = {
+        "traffic_bytes": "Exchange: keys and values in forward; in backward their gradients too",
+        "memory_bytes": "Memory during forward; buffers are keys and values of other ranks",
+    }
+    for name, title in details.items() if more else ():
+        headings = [part.replace("_", " ") for part in shown[0][name]]
+        rows = [[str(x["rank"]), *map(in_bytes, x[name].values())] for x in shown]
+        yield title, ["rank", *headings], rows

@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..layout import resolve_layout
 from ..named_patterns import DEFAULT_NAME, given_pattern
 from ..units import count_of, in_bytes, in_seconds
 from . import common
-from .common import Call, RunError, app, make_console, show_table, write_json
+from .common import RunError, app, make_console, show_table, workload_of, write_json
 from .plan import shown_ranks, work_in_words
 
 if TYPE_CHECKING:
     from ..checks import Case, Outcome, Simulation
 
-_HELD = 5
-"""Tensors of query's size that a simulation holds at least: query and out of one device, query, out
-and dout of the ranks; keys and values may be smaller."""
 _SWEEP_S = 3600.0
 """Seconds for all cases of `verify` on one number of ranks: about 20 on an idle machine."""
 
@@ -64,74 +60,55 @@ def simulate(
 
     rda simulate --pattern gigapath --seq-len 45681 --ranks 16
     """
-    import torch
-
     from ..checks import Case
     from ..checks import simulate as run
 
     on = common.resolve_device(device)
-    call = Call(
-        given_pattern(
-            pattern,
-            segment_lengths,
-            dilation_rates,
-            head_offsets=head_offsets,
-            zero_keys=zero_keys,
-        ),
+    named = given_pattern(
+        pattern, segment_lengths, dilation_rates, head_offsets=head_offsets, zero_keys=zero_keys
+    )
+    work = workload_of(
+        named,
         seq_len=seq_len,
-        ranks=ranks,
         heads=heads,
-        kv_heads=kv_heads,
+        num_kv_heads=kv_heads,
         dtype="float32" if on == "cpu" else None,
-        causal=causal,
-        layout=layout,
+        is_causal=causal,
+        layout_name=resolve_layout(layout, ranks, is_causal=causal),
         documents=documents,
     )
-    dtype: torch.dtype = getattr(torch, call.dtype)
-    _check_memory(_HELD * seq_len * call.heads * call.head_dim * dtype.itemsize, on)
     case = Case(
-        pattern=call.pattern,
-        layout=call.layout,
-        num_heads=call.heads,
-        num_kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
+        pattern=work.pattern,
+        layout=work.layout(ranks),
+        num_heads=work.num_heads,
+        num_kv_heads=work.kv_heads,
+        head_dim=work.head_dim,
         is_causal=causal,
-        documents=call.documents,
-        dtype=dtype,
+        documents=work.documents,
+        dtype=work.torch_dtype,
         exchange=exchange,
         device=on,
     )
     console = make_console(json)
-    console.print(f"{call}, on {on}\n")
+    console.print(f"{work}, on {count_of(ranks, 'rank')} ({work.layout_name}), on {on}\n")
     with common.working("simulate"):
         found = run(case)
-    for words in (*_in_words(found), *work_in_words(call)):
+    for words in (*_in_words(found), *work_in_words(work.plan(ranks), work.size)):
         console.print(f"- {words}", style="bold")
     console.print()
     rows = _simulated_rows(found, shown_ranks(ranks))
     show_table(console, "What each rank did, forward and backward", list(rows[0]), rows[1:])
-    write_json(json, {"ok": found.ok, "options": call.options, "device": on, **asdict(found)})
+    write_json(
+        json,
+        {
+            "ok": found.ok,
+            "options": {**asdict(work), "ranks": ranks},
+            "device": on,
+            **asdict(found),
+        },
+    )
     if not found.ok:
         raise RunError("; ".join(found.problems[:3]))
-
-
-def _check_memory(nbytes: int, device: str) -> None:
-    """Refuse what cannot fit, which the system would kill after a while."""
-    import torch
-
-    limits = []
-    if device == "cuda":
-        limits.append(torch.cuda.get_device_properties(0).total_memory)
-    else:
-        with suppress(AttributeError, ValueError, OSError):  # not on every system
-            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        with suppress(OSError, ValueError):  # of a container; "max": no limit
-            limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    if limits and nbytes > min(limits):
-        raise ValueError(
-            f"simulating takes {in_bytes(nbytes)} at least, and there are {in_bytes(min(limits))}: "
-            "choose a smaller --seq-len or fewer --heads"
-        )
 
 
 def _in_words(found: Simulation) -> Sequence[str]:
@@ -268,20 +245,20 @@ def bench(
     """
     import torch
 
-    from ..bench import Settings, Workload, document, environment, plot, report
+    from ..bench import Settings, document, environment, plot, report
     from ..bench import bench as measure
     from ..checks import RankError
 
     found = given_pattern(pattern, segment_lengths, dilation_rates)
     on = common.resolve_device(device)
     workloads = [
-        Workload(
-            pattern=found.pattern,
+        workload_of(
+            found,
             seq_len=length,
-            num_heads=heads or found.num_heads,
+            heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=head_dim or found.head_dim,
-            dtype=dtype or ("float32" if on == "cpu" else found.dtype),
+            head_dim=head_dim,
+            dtype=dtype or ("float32" if on == "cpu" else None),
             is_causal=causal,
             name=(pattern or DEFAULT_NAME) if segment_lengths is None else "",
         )

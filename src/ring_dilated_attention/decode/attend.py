@@ -8,7 +8,8 @@ lie side by side; new positions that share a segment see each other in another t
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, overload
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -27,8 +28,7 @@ from ..tiles import (
     table_refusal,
 )
 from ..torch_op import refuse_tangents, validate_tensors
-from .cache import DilatedKVCache
-from .slots import runs_of_slots
+from .cache import DilatedKVCache, runs_of_slots
 
 _NAME = "cached_attention"
 
@@ -63,41 +63,6 @@ class Step:
         return self._strips
 
 
-class _Options(NamedTuple):
-    """How a call is computed: see `cached_attention` and `attend_in_step`."""
-
-    scale: float | None
-    backend: Backend
-    return_lse: bool
-    step: Step
-
-
-@overload
-def cached_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: DilatedKVCache,
-    *,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def cached_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: DilatedKVCache,
-    *,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def cached_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -107,7 +72,8 @@ def cached_attention(
     scale: float | None = None,
     backend: Backend = "auto",
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    step: Step | None = None,
+) -> Any:  # out; (out, lse) with return_lse
     """Causal dilated attention of the next positions to a cache, which has their rows afterwards.
 
     The result is what the rows of these positions are in `dilated_attention` of the whole document
@@ -128,6 +94,7 @@ def cached_attention(
             decoding kernel or raises; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``,
             ``"flash"``, ``"efficient"`` and ``"eager"`` take the kernels of that name or raise.
         return_lse: whether to return the lse too.
+        step: a `Step` that the layers of a model share in one step; None: of this call alone.
 
     Returns:
         out (batch, m, heads, head_dim) in the dtype of the inputs; with `return_lse` also lse
@@ -153,52 +120,41 @@ def cached_attention(
     """
     if not isinstance(cache, DilatedKVCache):
         raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
-    out, lse = _untraced((query, key, value), cache, _Options(scale, backend, return_lse, Step()))
+    options = {"scale": scale, "backend": backend, "return_lse": return_lse}
+    out, lse = untraced(_call)((query, key, value), cache, step or Step(), options)
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 
-def attend_in_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cache: DilatedKVCache,
-    scale: float | None,
-    backend: Backend,
-    step: Step,
-) -> torch.Tensor:
-    """`cached_attention` of one layer of a model, whose layers share a new `Step` in each step."""
-    return _untraced((query, key, value), cache, _Options(scale, backend, False, step))[0]
+_T = TypeVar("_T")
 
 
-def _untraced(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
-    """`_call`, not traced by torch.compile: it depends on lengths, which change in every call."""
-    call = _call
-    if torch.compiler.is_compiling():
-        call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-    return call(tensors, cache, options)
+def untraced(function: Callable[..., _T]) -> Callable[..., _T]:
+    """`function` for torch.compile to call between two graphs: lengths change in every call."""
+    if not torch.compiler.is_compiling():
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _call(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> _Result:
+def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[str, Any]) -> _Result:
     """Check, agree with the ranks that share the rows, attend, and merge what each has found."""
     query, key, value = autocast_inputs(*tensors)
-    tensors = query, key, value
+    tensors, ends = (query, key, value), cache.exchange
     if not cache.is_sharded:
-        out, lse = _attend(tensors, cache, options, _check(tensors, cache, options))
+        out, lse = _of_rank(tensors, cache, step, _check(tensors, cache, options), options)
         return out.to(query.dtype), lse
-    ends, device = cache.exchange, cache.keys.device
-    refuse_capture(_NAME, ends, device)
+    refuse_capture(_NAME, ends, cache.keys.device)
     with ends.calls.enter(_NAME, "forward") as scope:
-        with together(scope, ends, device) as agreed:
+        with together(scope, ends, cache.keys.device) as agreed:
             selection = _check(tensors, cache, options)
             words = {
                 "cache": cache.described,
                 "query": str(tuple(query.shape)),
-                "scale": options.scale,
-                "backend": options.backend,
+                "scale": options["scale"],
+                "backend": options["backend"],
             }
             agreed.shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
-        out, lse = merged_over_ranks(ends, *_attend(tensors, cache, options, selection))
+        out, lse = _of_rank(tensors, cache, step, selection, options)
+        out, lse = merged_over_ranks(ends, out, lse)
         return out.to(query.dtype), lse
 
 
@@ -217,11 +173,11 @@ def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _
     return out, lse
 
 
-def _check(tensors: _Tensors, cache: DilatedKVCache, options: _Options) -> Selection | None:
+def _check(tensors: _Tensors, cache: DilatedKVCache, options: dict[str, Any]) -> Selection | None:
     """The back end of the tiles; None: the decoding kernels. Raise unless all is allowed."""
     query, key, value = tensors
-    scale, backend, return_lse, _ = options
-    check_options(scale=scale, backend=backend, return_lse=return_lse)
+    backend = options["backend"]
+    check_options(**options)
     validate_tensors(query, key, value)
     refuse_tangents(_NAME, query, key, value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -268,13 +224,18 @@ def steps_by_kernel(cache: DilatedKVCache, backend: str) -> bool:
     return kernel_computes(backend, keys.device, keys.dtype, 1, keys.shape[2])
 
 
-def _attend(
-    tensors: _Tensors, cache: DilatedKVCache, options: _Options, selection: Selection | None
+def _of_rank(
+    tensors: _Tensors,
+    cache: DilatedKVCache,
+    step: Step,
+    selection: Selection | None,
+    options: dict[str, Any],
 ) -> _Result:
-    """What this rank's rows of the cache, and the new rows, add up to; then the cache has them."""
-    scale = tensors[0].shape[3] ** -0.5 if options.scale is None else float(options.scale)
+    """Attention over this rank's rows of the cache and the new rows; then the cache has them."""
+    scale = options["scale"]
+    scale = tensors[0].shape[3] ** -0.5 if scale is None else float(scale)
     if selection is None:
-        return attend_by_kernel(tensors, cache, scale, options.step)
+        return attend_by_kernel(tensors, cache, scale, step)
     with torch.no_grad():
         return _by_tiles(tensors, cache, selection, scale)
 
@@ -349,7 +310,7 @@ def _by_tiles(
             seen = range(tile.kept.start, tile.kept.stop + is_one)
             own = cache.plan.own_members(seen, cache.shard)
             if own:
-                keys, values = (x[rows, tile.heads] for x in cache.slots.of_branch(tile.branch))
+                keys, values = (x[rows, tile.heads] for x in cache.of_branch(tile.branch))
                 for _, slots in runs_of_slots(own, tile.branch.slots):
                     merge_tile(at, keys[:, :, slots], values[:, :, slots], False)
     if not is_one:

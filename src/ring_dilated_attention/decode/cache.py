@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from math import prod
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -13,22 +14,23 @@ from ..functional import autocast_inputs
 from ..kernels import NO_END
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import CachePlan, plan_cache
+from ..plan import CachedBranch, CachePlan, KeptRows, plan_cache
 from ..torch_op import refuse_tangents, validate_tensor
-from .slots import Slots, find_prompts, hand_over, resolve_layout, rows_of, words_of
+from .prompts import Prompt, find_prompts, resolve_layout, words_of
 
 _NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHARD_BYTES = 128 << 20
+_SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
 it takes to bring the results of ranks together."""
 
 
-class DeepOnly:
-    """What `copy.deepcopy` copies, and `copy.copy` does not.
+_Part: TypeAlias = tuple[Prompt, KeptRows, tuple[int, ...]]
+"""Rows of a message, with the shape of their keys and values."""
 
-    A shallow copy would share the tensors of a cache, but not the number of rows in them.
-    """
+
+class DeepOnly:
+    """A base of classes that `copy.deepcopy` copies, and `copy.copy` refuses."""
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -132,9 +134,7 @@ class DilatedKVCache(DeepOnly):
         if check_int("max_rewind", max_rewind) < 0:
             raise ValueError(f"max_rewind must be >= 0, got {max_rewind}")
         if dtype not in _DTYPES:
-            allowed = ", ".join(map(str, _DTYPES))
-            given = str(dtype) if isinstance(dtype, torch.dtype) else in_brief(dtype)
-            raise TypeError(f"dtype must be one of {allowed}; got {given}")
+            raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}; got {dtype!r}")
         if sharded is not None and not isinstance(sharded, bool):
             raise TypeError(f"sharded must be a bool or None, got {in_brief(sharded)}")
         batch = check_positive_int("batch", batch)
@@ -144,11 +144,12 @@ class DilatedKVCache(DeepOnly):
         if max_length is not None:
             max_length = check_positive_int("max_length", max_length)
         self.exchange: Exchange = resolve_exchange(one_group(group, mesh))
+        plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
         if sharded is None:
-            plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind)
-            sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= SHARD_BYTES
-        shards = self.exchange.world_size if sharded else 1
-        plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
+            sharded = plan.nbytes(batch, head_dim, dtype.itemsize) >= _SHARD_BYTES
+        if sharded:
+            shards = self.exchange.world_size
+            plan = plan_cache(pattern, num_kv_heads, max_length, max_rewind, shards)
         shape = (batch, plan.rows, head_dim)
         with torch.inference_mode(False):  # tensors that may be written to in any mode
             self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -171,11 +172,6 @@ class DilatedKVCache(DeepOnly):
     def shard(self) -> int:
         """Which share of the rows this rank has; 0 where it has them all."""
         return self.exchange.rank if self.is_sharded else 0
-
-    @property
-    def slots(self) -> Slots:
-        """The rows by branches, heads and slots."""
-        return Slots(self.plan, self.keys, self.values)
 
     @property
     def known_lengths(self) -> tuple[int, ...]:
@@ -204,7 +200,7 @@ class DilatedKVCache(DeepOnly):
 
     def check_room(self, count: int) -> None:
         """Raise a `ValueError` unless there is room for `count` more positions of every row."""
-        self._check_length(max(self._lengths.known) + count)
+        self._check_length(max(self.known_lengths) + count)
 
     def _check_length(self, length: int) -> None:
         if self.plan.max_length is not None and length > self.plan.max_length:
@@ -274,7 +270,7 @@ class DilatedKVCache(DeepOnly):
             with torch.no_grad():
                 begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
                 self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
-                hand_over(ends, (key, value), self.slots, layout, found)
+                self._hand_over((key, value), layout, found)
         self._begin(begun)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -295,20 +291,74 @@ class DilatedKVCache(DeepOnly):
         self.count(key.shape[1])
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write rows that `check_new` allows, without counting them: see `count`.
-
-        The rows of one new position overwrite nothing that is still needed. Those of several do:
-        if that fails half way, all rows are dropped.
-        """
+        """Write rows that `check_new` allows, without counting them: see `count`."""
         try:
             with torch.no_grad():
                 for rows, length in self.equal_rows():
                     for kept in self.plan.appended(length, key.shape[1], self.shard):
-                        self.slots.keep(rows, kept, [rows_of(x, rows, kept) for x in (key, value)])
+                        self.keep(rows, kept, [_rows_of(x, rows, kept) for x in (key, value)])
         except BaseException:
-            if key.shape[1] > 1:
+            if key.shape[1] > 1:  # rows of one new position overwrite nothing that is still needed
                 self.reset()
             raise
+
+    def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
+        """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
+        heads, slots = len(branch.heads), branch.slots
+        shape = len(self.keys), heads, slots, self.keys.shape[2]
+        rows = slice(branch.first_row, branch.first_row + heads * slots)
+        return [x[:, rows].view(shape) for x in (self.keys, self.values)]
+
+    def keep(self, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
+        """Write keys and values, each (batch rows, heads, members, head_dim)."""
+        for target, source in zip(self.of_branch(kept.branch), both, strict=True):
+            for places, to in runs_of_slots(kept.members, kept.branch.slots):
+                target[rows, kept.heads, to] = source[:, :, places]
+
+    def _hand_over(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        layout: SequenceLayout,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        """Give every rank the rows of this rank's keys and values that it keeps; keep its own.
+
+        One message to each other rank, inside of a call; one is under way at a time, so that a
+        large cache does not take twice its memory. `prompts` have the same order on every rank.
+        """
+        ends = self.exchange
+        for prompt, kept, _ in self._parts(layout, prompts, ends.rank, ends.rank):
+            self.keep(prompt.to, kept, [_rows_of(x, prompt.rows, kept) for x in tensors])
+        packed: torch.Tensor | None = None
+        for step in range(1, ends.world_size):
+            to, source = (ends.rank + step) % ends.world_size, (ends.rank - step) % ends.world_size
+            if packed is None or self.is_sharded:  # else all get the same
+                outgoing = self._parts(layout, prompts, ends.rank, to)
+                packed = self.keys.new_empty(sum(prod(shape) for *_, shape in outgoing))
+                for prompt, kept, both in _views(packed, outgoing):
+                    for part, tensor in zip(both, tensors, strict=True):
+                        part.copy_(_rows_of(tensor, prompt.rows, kept))
+            incoming = self._parts(layout, prompts, source, ends.rank)
+            buffer = self.keys.new_empty(sum(prod(shape) for *_, shape in incoming))
+            send = (to, packed) if packed.numel() else None
+            receive = (source, buffer) if buffer.numel() else None
+            if send or receive:
+                ends.start(send, receive).wait()
+            for prompt, kept, both in _views(buffer, incoming):
+                self.keep(prompt.to, kept, both.unbind(0))
+
+    def _parts(
+        self, layout: SequenceLayout, prompts: Sequence[Prompt], source: int, to: int
+    ) -> list[_Part]:
+        """The message from rank `source` to rank `to`."""
+        found, shard = list[_Part](), to if self.is_sharded else 0
+        for prompt in prompts:
+            rows = len(range(self._batch)[prompt.to])
+            for kept in self.plan.handed_over(layout, prompt.document, source, shard):
+                heads = len(range(len(kept.branch.heads))[kept.heads])
+                shape = 2, rows, heads, len(kept.members), self.keys.shape[2]
+                found.append((prompt, kept, shape))
+        return found
 
     def count(self, count: int) -> None:
         """Count new positions of every row, which were written."""
@@ -337,14 +387,10 @@ class DilatedKVCache(DeepOnly):
             )
         for row, (known, longest, back) in enumerate(zip(*self._lengths, counts, strict=True)):
             most = min(known, known - longest + self.plan.max_rewind)
-            if back < 0:
-                raise ValueError(f"count must be >= 0; got {back} for row {row}")
-            if back > most:
-                had = f", after it had {longest}" if longest > known else ""
+            if not 0 <= back <= most:
                 raise ValueError(
-                    f"at most {most} positions of row {row} can be taken back: it has {known}"
-                    f"{had}, and max_rewind is {self.plan.max_rewind}; got {back}. A cache made "
-                    "with a larger max_rewind can take back more"
+                    f"at most {most} positions of row {row} can be taken back: it has {known}, had "
+                    f"{longest} at most, and max_rewind is {self.plan.max_rewind}; got {back}"
                 )
         left = (n - back for n, back in zip(self._lengths.known, counts, strict=True))
         self._set_lengths(self._lengths._replace(known=tuple(left)))
@@ -402,8 +448,19 @@ class DilatedKVCache(DeepOnly):
             plan.pattern, plan.num_kv_heads, max_length, plan.max_rewind, plan.shards
         )
         if grown.rows > plan.rows:
+            held = {x.index: (x, self.of_branch(x)) for x in plan.branches}
+            shape = self._batch, grown.rows, self.keys.shape[2]
             with torch.inference_mode(False), torch.no_grad():
-                _, self.keys, self.values = self.slots.grown(grown)
+                self.keys, self.values = (x.new_empty(shape) for x in (self.keys, self.values))
+                for branch in grown.branches:
+                    if branch.index not in held:
+                        continue
+                    # A branch that gets more slots had one for each member: they stay where they
+                    # were. Heads that it gets have offsets behind the former max_length.
+                    known, rows = held[branch.index]
+                    places = [branch.heads.index(head) for head in known.heads]
+                    for to, source in zip(self.of_branch(branch), rows, strict=True):
+                        to[:, places, : known.slots] = source
         self._set_plan(grown)
 
     def advanced(self, count: int) -> None:
@@ -419,10 +476,10 @@ class DilatedKVCache(DeepOnly):
             ValueError: a document would be longer than `max_length`; nothing is changed.
         """
         self.check_room(count)
-        known = tuple(length + count for length in self._lengths.known)
+        known = tuple(length + count for length in self.known_lengths)
         self._lengths = Lengths(known, tuple(map(max, known, self._lengths.longest)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DilatedKVCache:
+    def __deepcopy__(self, memo: Any) -> DilatedKVCache:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False):
@@ -461,10 +518,9 @@ class DilatedKVCache(DeepOnly):
         held, heads, head_dim = self.keys, self.plan.num_kv_heads, self.keys.shape[2]
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape != (batch, key.shape[1], heads, head_dim):
-                count = "positions" if name == "key" else key.shape[1]
                 raise ValueError(
                     f"{name} must have shape (batch, positions, kv_heads, head_dim) = ({batch}, "
-                    f"{count}, {heads}, {head_dim}); got {tuple(tensor.shape)}"
+                    f"{key.shape[1]}, {heads}, {head_dim}); got {tuple(tensor.shape)}"
                 )
             if tensor.dtype != held.dtype or tensor.device != held.device:
                 cast = " (cast by autocast)" * torch.is_autocast_enabled(held.device.type)
@@ -480,14 +536,12 @@ class DilatedKVCache(DeepOnly):
 
     def _rows_in(self, rows: Integers | None) -> list[int]:
         """Rows of the batch as ints; None: all. Raises unless they are there."""
-        if rows is None:
-            return list(range(self._batch))
-        found = as_ints("rows", rows)
+        found = list(range(self._batch)) if rows is None else as_ints("rows", rows)
         if not all(0 <= row < self._batch for row in found):
             raise ValueError(
                 f"rows must be numbers of rows in [0, {self._batch}); got {in_words(found)}"
             )
-        return list(found)
+        return found
 
     @property
     def described(self) -> str:
@@ -509,3 +563,26 @@ def _table(plan: CachePlan) -> torch.Tensor:
         length = NO_END if branch.segment_length is None else branch.segment_length
         rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def _rows_of(tensor: torch.Tensor, rows: slice, kept: KeptRows) -> torch.Tensor:
+    """The kept rows, (batch, heads, rows, head_dim), of (batch, sequence, kv_heads, head_dim)."""
+    return tensor[rows, kept.rows, kept.kv_heads].transpose(1, 2)
+
+
+def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
+    """The slots of consecutive members, at most one per slot: one or two (places, slots)."""
+    first = members.start % slots
+    before_end = min(len(members), slots - first)
+    yield slice(0, before_end), slice(first, first + before_end)
+    if before_end < len(members):
+        yield slice(before_end, len(members)), slice(0, len(members) - before_end)
+
+
+def _views(
+    packed: torch.Tensor, parts: Sequence[_Part]
+) -> Iterator[tuple[Prompt, KeptRows, torch.Tensor]]:
+    """The parts of a message, each with its keys and values: (2, batch, heads, rows, head_dim)."""
+    pieces = torch.split(packed, [prod(shape) for *_, shape in parts])
+    for (prompt, kept, shape), piece in zip(parts, pieces, strict=True):
+        yield prompt, kept, piece.view(shape)

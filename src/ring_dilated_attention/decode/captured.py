@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class CapturedStep:
             changes one of them, the step has to be captured again.
 
     Raises:
-        TypeError: `example` is not a tensor, or a cache not a `DilatedKVCache`.
         ValueError: `example` or a cache is not on a CUDA device, ranks share a cache's rows, there
             is no cache or no room for a step, the step adds several positions and `max_rewind` of a
             cache is not at least one less, or it does not add to each cache once.
@@ -51,7 +49,13 @@ class CapturedStep:
         before = [cache.known() for cache in self._caches]
         # torch's own choice for captures is a stream of the device that was current at the first.
         side = torch.cuda.Stream(example.device)  # type: ignore[no-untyped-call]
-        with torch.no_grad(), torch.cuda.device(example.device), _own_casts():
+        own_casts = torch.autocast(  # of weights, in each step: cached ones go with their context
+            "cuda",
+            torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        )
+        with torch.no_grad(), torch.cuda.device(example.device), own_casts:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
@@ -121,30 +125,15 @@ class CapturedStep:
 
 
 def _read_by_graphs(cache: DilatedKVCache) -> tuple[Any, ...]:
-    """What of a cache a captured graph goes on with, whatever the cache is given later."""
+    """The plan and tensors that a captured graph reads, whatever the cache is given later."""
     return cache.plan, cache.keys, cache.values, cache.lengths
-
-
-@contextmanager
-def _own_casts() -> Iterator[None]:
-    """Have autocast cast weights in each step: its copies go when its context is left."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _check(example: torch.Tensor, caches: Sequence[DilatedKVCache]) -> None:
     """Raise unless a step with these can be captured."""
-    if not isinstance(example, torch.Tensor):
-        raise TypeError(f"example must be a tensor, got {type(example).__name__}")
     if not caches:
         raise ValueError("there must be one cache at least that the step adds to; got none")
     for cache in caches:
-        if not isinstance(cache, DilatedKVCache):
-            raise TypeError(f"caches must be DilatedKVCaches; got {type(cache).__name__}")
         device = cache.keys.device
         if device.type != "cuda" or device != example.device:
             raise ValueError(

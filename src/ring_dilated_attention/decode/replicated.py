@@ -38,11 +38,11 @@ from ..exchange import (
 from ..functional import autocast_inputs
 from ..options import OptionFields, check_options, read_options
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan, TileGroup
+from ..plan import AttentionPlan
 from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
 from ..tiles import accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
-from .attend import kernel_computes, merged_over_ranks
+from .attend import kernel_computes, merged_over_ranks, untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
@@ -52,23 +52,12 @@ _NAME = "replicated_query_attention"
 _Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class _Rows(NamedTuple):
-    """Rows of a batch that are computed together, because they are equally long.
-
-    Attributes:
-        rows: which, evenly spaced: indexing with it gives a view.
-        plan: of a sequence of their length.
-    """
-
-    rows: slice
-    plan: AttentionPlan
-
-
 class _Call(NamedTuple):
     """Everything but the tensors of one call on one rank.
 
     Attributes:
-        planned: all rows of the batch, in the same order on every rank.
+        planned: rows of the batch that are equally long, as evenly spaced slices, each with the
+            plan of a sequence of their length; in the same order on every rank.
         positions: of the query.
         tiles: what all tiles have in common; its `batch` is that of all rows.
         by_kernel: whether the decoding kernels compute forward; else tiles do.
@@ -77,17 +66,13 @@ class _Call(NamedTuple):
         number: of the call among those of its group.
     """
 
-    planned: tuple[_Rows, ...]
+    planned: tuple[tuple[slice, AttentionPlan], ...]
     positions: range
     tiles: TileCall
     by_kernel: bool
     exchange: Exchange
     returns_dquery: bool
-    number: int = 0
-
-    def groups(self, plan: AttentionPlan) -> tuple[TileGroup, ...]:
-        """The tiles of this rank's keys."""
-        return _groups(plan, self.positions, self.exchange.rank)
+    number: int
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -214,24 +199,13 @@ def replicated_query_attention(
         >>> replicated_query_attention(token, keys, values, pattern, 999, is_causal=True).shape
         torch.Size([1, 1, 8, 16])
     """
-    attend = _attend
-    if torch.compiler.is_compiling():
-        # Not to be traced: what the plan is looked up by changes from call to call.
-        attend = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-    out, lse = attend(
-        (query, key, value),
-        pattern,
-        positions,
-        documents=documents,
-        lengths=lengths,
-        return_lse=return_lse,
-        **fields,
-    )
+    given = {"documents": documents, "lengths": lengths, "return_lse": return_lse, **fields}
+    out, lse = untraced(_attend)((query, key, value), pattern, positions, given)
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    tensors: _Tensors, pattern: DilatedPattern, positions: range | int, **given: Any
+    tensors: _Tensors, pattern: DilatedPattern, positions: range | int, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validate, plan, agree, run; `given` are the other arguments."""
     # Taken out of the options: nothing is looked up by the group's name.
@@ -243,13 +217,13 @@ def _attend(
     with ends.calls.enter(_NAME, "forward") as scope:
         with together(scope, ends, device) as agreed:
             options = _options((query, key, value), pattern, **given)
-            call = _plan(options, query, key, _consecutive(positions, query.shape[1]), ends)
+            positions = _consecutive(positions, query.shape[1])
+            call = _plan(options, query, key, positions, ends, scope.call.number)
             words = {
-                "positions": str(call.positions),
+                "positions": str(positions),
                 "query needs a gradient": str(call.returns_dquery),
             }
             agreed.shared = shared_words(options, query, key, ends, words=words, holder="key")
-        call = call._replace(number=scope.call.number)
         out, lse = apply_function(
             ReplicatedQueryAttention, query, key, value, call, in_operator=False
         )
@@ -274,8 +248,6 @@ def _options(
             )
     options = read_options(_NAME, None, fields)
     validate_tensors(*tensors, same_length=False)
-    if options.layout is None and tensors[1].shape[1] == 0:
-        raise ValueError("the sequence is empty: key has no rows, and no layout is given")
     return flat_options(
         pattern,
         options,
@@ -287,66 +259,55 @@ def _options(
 
 
 def _plan(
-    options: FlatOptions, query: torch.Tensor, key: torch.Tensor, positions: range, ends: Exchange
+    options: FlatOptions,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: range,
+    ends: Exchange,
+    number: int,
 ) -> _Call:
     """This rank's part."""
     batch, _, num_heads, head_dim = query.shape
-    num_kv_heads, backend = key.shape[2], options.backend
-    selection = select_backend(backend, query.device, query.dtype, head_dim)
-    scale = head_dim**-0.5 if options.scale is None else options.scale
+    num_kv_heads, kind = key.shape[2], (options.backend, query.device, query.dtype)
+    length = options.layout_of(key.shape[1], ends.world_size).length
+    if positions.start < 0 or positions.stop > length:
+        raise ValueError(
+            f"positions must lie in [0, {length}), the sequence that the keys make up; "
+            f"got {positions!r}"
+        )
     shape = (batch, key.shape[1], num_heads, head_dim)
-    planned = []
-    for rows, plan in plan_rows(options, shape, num_kv_heads, ends.world_size):
-        length = plan.layout.length
-        if positions.start < 0 or positions.stop > length:
-            raise ValueError(
-                f"positions must lie in [0, {length}), the sequence that the keys make up; "
-                f"got {positions!r}"
-            )
-        planned.append(_Rows(rows, plan))
+    scale = head_dim**-0.5 if options.scale is None else options.scale
+    selection = select_backend(*kind, head_dim)
     return _Call(
-        tuple(planned),
+        tuple(plan_rows(options, shape, num_kv_heads, ends.world_size)),
         positions,
         TileCall(selection, scale, batch, num_heads // num_kv_heads, options.workspace),
-        kernel_computes(backend, query.device, query.dtype, len(positions), head_dim),
+        kernel_computes(*kind, len(positions), head_dim),
         ends,
         torch.is_grad_enabled() and query.requires_grad,
+        number,
     )
 
 
 def _consecutive(positions: range | int, count: int) -> range:
     """The positions of the query, one for each of its rows."""
     if not isinstance(positions, range):
-        try:
-            if isinstance(positions, bool):
-                raise TypeError
-            position = operator.index(positions)
-        except TypeError:
-            raise TypeError(f"positions must be a range or an int, got {positions!r}") from None
-        positions = range(position, position + 1)
-    if positions.step != 1 or not positions:
+        if isinstance(positions, bool) or not hasattr(positions, "__index__"):
+            raise TypeError(f"positions must be a range or an int, got {positions!r}")
+        positions = range(operator.index(positions), operator.index(positions) + 1)
+    if positions.step != 1 or not positions or len(positions) != count:
         raise ValueError(
-            f"positions must be consecutive and rising, one at least: a range of step 1; "
-            f"got {positions!r}"
-        )
-    if len(positions) != count:
-        raise ValueError(
-            f"positions must be one for each row of query; got {positions!r} for {count} rows"
+            "positions must be consecutive and rising, one for each row of query and one at least: "
+            f"a range of step 1; got {positions!r} for {count} rows"
         )
     return positions
 
 
-@lru_cache(maxsize=64)
-def _groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
-    return plan.replicated_groups(positions, rank)
+_groups = lru_cache(maxsize=64)(AttentionPlan.replicated_groups)
 
 
 class _Strips(NamedTuple):
-    table: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.table,)
+    tensors: tuple[torch.Tensor]
 
 
 def strips_on(
@@ -359,14 +320,14 @@ def strips_on(
         table = torch.tensor(strips, dtype=torch.int64)
         # There may be none: of a rank whose keys all lie behind the query, or a row without any.
         shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
-        return _Strips(table.view(shape).to(device))
+        return _Strips((table.view(shape).to(device),))
 
-    return TABLES.get(plan, (positions, rank, device), device, make).table
+    return TABLES.get(plan, (positions, rank, device), device, make).tensors[0]
 
 
 def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     query = tensors[0]
-    TABLES.start_call()
+    TABLES.calls += 1
     with kernels_on(query.device):
         found = []
         for rows, plan in call.planned:
@@ -403,7 +364,7 @@ def _of_rows(
     lse = out.new_full((batch, num_heads, length), -torch.inf)
     inputs, result = compute.Inputs(query, key, value), compute.Result(out, lse)
     with Accumulator(query.device) as sums:
-        for group in call.groups(plan):
+        for group in _groups(plan, call.positions, call.exchange.rank):
             compute.forward(group, tiles, inputs, result, sums)
         sums.join()
     return out, lse.transpose(1, 2)
@@ -419,7 +380,7 @@ def _backward(
     *,
     call: _Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    TABLES.start_call()
+    TABLES.calls += 1
     sums = Accumulator(query.device)
     dquery, dkey, dvalue = (
         torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)
@@ -432,7 +393,7 @@ def _backward(
             inputs, merged = compute.Inputs(q, k, v), compute.Merged(do, o, lse[rows].contiguous())
             gradients = compute.Gradients(dquery[rows], dkey[rows], dvalue[rows])
             tiles = replace(call.tiles, batch=len(q))
-            for group in call.groups(plan):
+            for group in _groups(plan, call.positions, call.exchange.rank):
                 compute.backward(group, tiles, inputs, merged, gradients, sums)
         sums.join()
         dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)

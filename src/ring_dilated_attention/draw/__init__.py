@@ -6,13 +6,14 @@ a new figure or in axes that they are given, in the colours of a `Style`; `save`
 figures the same look. matplotlib and rich are imported when they are used.
 """
 
-from .mask import draw_cache, draw_mask, mask_key, mask_text
+from .mask import By, draw_cache, draw_mask, mask_key, mask_text
 from .ranks import TIMELINE_KEY, draw_exchange, draw_timeline, draw_work
 from .style import STYLES, Style, add_key, dress, new_figure, save, set_titles
 
 __all__ = [
     "STYLES",
     "TIMELINE_KEY",
+    "By",
     "Style",
     "add_key",
     "draw_cache",

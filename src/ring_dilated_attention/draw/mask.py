@@ -247,12 +247,11 @@ def mask_text(
     by: By = "branch",
     style: Style = LIGHT,
     width: int = 80,
-    in_color: bool = True,
 ) -> Text:
     """Draw which keys each query of a head sees, for a terminal; see `draw_mask` for the rest.
 
-    Lines have at most `width` characters. Cells are colours; without `in_color` they are digits:
-    branches from 1, ranks from 0 (letters beyond 9), ``o`` for keys on the rank of the query.
+    Lines have at most `width` characters. Cells have the colour and the number of branches, from 1,
+    or ranks, from 0 (letters beyond 9), ``o`` for keys on the rank of the query.
     """
     from rich.text import Text
 
@@ -263,7 +262,7 @@ def mask_text(
     looks = {NOTHING: (". ", "dim")}
     for kind, (_, color) in key.items():
         sign = "o" if kind == OWN else signs[min(kind + (by == "branch"), len(signs) - 1)]
-        looks[kind] = ("  ", f"on {color}") if in_color else (f"{sign} ", "")
+        looks[kind] = f"{sign} ", f"on {color}"
     text = Text(f"{plan_in_words(plan)}\nhead {head}; rows: queries, columns: keys\n")
     for number, row in enumerate(mask_cells(plan, head, by, size)):
         text.append(f"{number * size:>{margin - 1},} ")

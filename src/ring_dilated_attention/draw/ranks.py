@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..plan import AttentionPlan, costs
+from ..plan import AttentionPlan, costs, lower
 from ..units import in_bytes, in_flop, in_seconds
 from .mask import plan_in_words
 from .style import LIGHT, Style, dress, new_figure, set_titles
@@ -99,30 +100,29 @@ def timeline(
 ) -> list[tuple[int, str, int, float, float]]:
     """Model when each rank computes, receives and waits in a forward call.
 
-    Ranks compute at `TFLOPS` and receive at `LINK_GB_S`; nothing else takes time. A ring asks for
-    the keys of the next step when it has those of this one, a gather for all of them at the start.
+    Each runs its program: it computes at `TFLOPS` and receives at `LINK_GB_S`, nothing else counts.
 
     Returns:
         (rank, "compute", "receive" or "wait", whose keys, start, stop), in seconds.
     """
-    per_pair = 4e-12 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads) / TFLOPS
+    per_pair = 4e-12 * size.batch * size.head_dim / TFLOPS
     found = []
     for rank in range(plan.layout.world_size):
-        now = asked = 0.0  # the rank is busy until `now`, and receives nothing before `asked`
-        for part in plan.rank(rank).rounds(gathers=plan.gathers):
-            steps = part.steps() if plan.layout.world_size > 1 else ()
-            works = [(None, part.local), *((step.receive, step.tiles) for step in steps)]
-            for message, tiles in works:
-                peer = rank
-                if message is not None:
-                    peer, nbytes = message.sender, size.key_value_bytes(message.rows)
-                    arrived = asked + nbytes / (LINK_GB_S * 1e9)
-                    found.append((rank, "receive", peer, asked, arrived))
-                    found.append((rank, "wait", peer, now, arrived))
-                    now = max(now, arrived)
-                    asked = arrived if plan.gathers else now
-                start, now = now, now + per_pair * sum(tile.pairs for tile in tiles)
-                found.append((rank, "compute", peer, start, now))
+        now = free = 0.0  # when the rank, and its link, have nothing to do
+        peer, started = rank, deque[tuple[int, float, float]]()
+        for action in lower(plan.rank(rank), gathers=plan.gathers, backward=False):
+            if action.kind == "fetch":
+                begin = max(now, free)
+                free = begin + action.nbytes(size)[1] / (LINK_GB_S * 1e9)
+                started.append((action.receives[0] if action.receives else rank, begin, free))
+            elif action.kind == "wait":
+                peer, begin, arrived = started.popleft()
+                found.append((rank, "receive", peer, begin, arrived))
+                found.append((rank, "wait", peer, now, arrived))
+                now = max(now, arrived)
+            elif action.kind == "tiles":
+                begin, now = now, now + per_pair * action.pairs
+                found.append((rank, "compute", peer if action.step else rank, begin, now))
     return [x for x in found if x[4] > x[3]]
 
 

@@ -8,13 +8,13 @@ are the longest evenly spaced axes of a tile, and it stands at one point of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 
-from ..plan import RankPlan, Rows, Tile, TileGroup
+from ..plan import Rows, Tile
 from ..tiles import ALIGNMENT, Selection, reads_aligned_rows, reads_separate_rows
 
 MOST_PROGRAMS = 65_535
@@ -236,16 +236,6 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
                 yield Family(tuple(run), axis)
             run, axis = [tile], _SINGLE
         yield Family(tuple(run), axis)
-
-
-def kernel_calls(groups: Iterable[TileGroup], rank: RankPlan, batch: int) -> int:
-    """How many kernel calls compute the tiles: one for each `Block` of theirs."""
-    heads_per_kv = rank.plan.num_heads // rank.plan.num_kv_heads
-    return sum(
-        sum(1 for _ in family.blocks(batch, heads_per_kv))
-        for group in groups
-        for family in families(group.tiles)
-    )
 
 
 def _merge(axes: list[Axis]) -> list[Axis]:

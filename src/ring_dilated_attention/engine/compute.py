@@ -1,13 +1,10 @@
 """Compute groups of tiles: by which back end, in which slices, and into what.
 
-The schedule of a group (`parts`) says which of its tiles are blocks, a kernel call each, whose
-results are added into the whole (`accumulate`), and which share a launch, being too small for one
-of their own. What a kernel call allocates is bounded: blocks are taken in slices.
-
-A rank's own positions may be computed row by row, over several branches in one launch
-(`own_schedule`). The table-driven kernels of one branch after the other wait for each other and
-read and write the result once a branch. Where all tiles of a branch are small, its rows join one
-launch.
+The schedule of a group says which of its tiles are blocks, a kernel call each, whose results are
+added into the whole (`accumulate`), and which share a launch, being too small for one of their own.
+What a kernel call allocates is bounded: blocks are taken in slices. Into which slices a block is
+cut follows from the sizes of the tensors, and where its rows lie from their strides: both are kept
+for calls of one shape, with what a back end keeps for a tile (`memo`).
 
 A zero key, of score 0 and value 0, adds exp(0) to the denominator of a softmax and 0 to its
 numerator. So m of them are a tile whose out is 0 and whose lse is log m, merged like any other.
@@ -18,23 +15,315 @@ tile of backward uses, already count them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ..caches import keep_few
-from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
-from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
-from ..tiles import TileBackend, TileGradients, TileInputs
+from ..kernels import keep_few, profile_of
+from ..plan import PackedTiles, Tile, TileGroup
+from ..tiles import Limits, Selection, TileBackend, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
-from .blocks import Placement
+from .blocks import Block, Placement, families
 from .device_tables import TABLES
-from .parts import KernelCall, Schedule, TileCall, kernel_calls_of, launch_of, schedule_of
+
+MOST_BLOCKS = 256
+"""Of a schedule, for its kernel calls to be kept: each takes about 3 KB."""
+_LAYOUTS_KEPT = 8
+
+FORWARD_WORKSPACE = 0.26
+"""The most that temporaries of a forward call take, as a share of the size of its query."""
+BACKWARD_WORKSPACE = 0.52
+"""The same for a backward call."""
+WORKSPACE_FLOOR = 64 << 20
+"""Bytes that temporaries may take in any case, as may those of a slice of SLICE_ROWS rows: slices
+must be large enough to fill a GPU."""
+SLICE_ROWS = 1 << 17
+"""Query rows that keep a GPU busy: an H200 takes 128 to each of its 132 multiprocessors, and these
+are eight rounds, so that the last one matters little."""
+
+LONG_FLOPS = 1e11
+"""Operations of a kernel call from which results are added on the side stream, behind the next
+call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """What all tiles of a call have in common.
+
+    Attributes:
+        selection: the back ends that may compute them.
+        scale: factor on the scores.
+        batch: batch size.
+        heads_per_kv: query heads of a KV head.
+        workspace: the most that slices allocate, in multiples of the size of query; None: the
+            constants of this module say.
+        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
+            short calls are to hold.
+    """
+
+    selection: Selection
+    scale: float
+    batch: int
+    heads_per_kv: int
+    workspace: float | None = None
+    own_flops: float = 0.0
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Up to which sizes tiles share launches."""
+        return self.selection.limits_of(self.own_flops)
+
+    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
+        """How many rows a slice may have that allocates `row_bytes` for each."""
+        if self.workspace is not None:
+            return self.workspace * query.nbytes / row_bytes
+        least = profile_of(query.device).rows(SLICE_ROWS)
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
+
+
+class KernelCall(NamedTuple):
+    """A block, or a slice of one, as views of the tensors of a call.
+
+    Attributes:
+        inputs: where its query, keys and values are.
+        merged: where its dout, out and lse are; nothing in forward.
+        totals: where its results belong: out and lse, or gradients of query, keys and values.
+        is_causal: as its block.
+        is_long: whether it takes long enough for its results to be added behind the next one.
+        added: how many of the results are added there, the first ones; all, none, or of gradients
+            that of the query. The back end writes the others where they belong.
+        stores: of each of these, whether it is written over what is there, or added to it.
+        memo: see `TileInputs`.
+    """
+
+    inputs: tuple[Placement, ...]
+    merged: tuple[Placement, ...]
+    totals: tuple[Placement, ...]
+    is_causal: bool
+    is_long: bool
+    added: int
+    stores: tuple[bool, ...]
+    memo: dict[Any, Any]
+
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+
+
+def kernel_calls_of(
+    work: Schedule,
+    call: TileCall,
+    inputs: Tensors,
+    merged: Tensors,
+    totals: Tensors,
+    stores: tuple[bool, bool],
+    held: int,
+) -> Sequence[KernelCall]:
+    """The blocks of a schedule as kernel calls, kept for the next call of the same layout.
+
+    Args:
+        work: whose blocks.
+        call: what all tiles have in common.
+        inputs: query, keys and values; these and those below are (batch, rows, heads, ...).
+        merged: dout, out and lse; nothing in forward.
+        totals: out and lse, or gradients of query, keys and values.
+        stores: whether results are written over what is there: of queries, and of keys.
+        held: of how many kernel calls results are held at a time; 1: there is no side stream.
+    """
+    if not work.blocks:
+        return ()
+    given = call, inputs, merged, totals, stores, held
+
+    def make() -> Sequence[KernelCall]:
+        return tuple(x for block in work.blocks for x in _cut(block, *given))
+
+    if len(work.blocks) > MOST_BLOCKS:
+        return make()
+    layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
+    selected = call.selection.backend, call.scale, call.workspace, inputs[0].device
+    key = stores, held, *selected, *layouts
+    kept: Sequence[KernelCall] | None = work.parts.get(key)
+    return kept or keep_few(work.parts, key, make, _LAYOUTS_KEPT)
+
+
+def _cut(
+    block: Block,
+    call: TileCall,
+    inputs: Tensors,
+    merged: Tensors,
+    totals: Tensors,
+    stores: tuple[bool, bool],
+    held: int,
+) -> Iterator[KernelCall]:
+    """Slices of a block. Where nothing is there to add to, a back end may write into its place."""
+    backend, query, (store, store_keys) = call.selection.backend, inputs[0], stores
+    assert backend is not None
+    order, head_dim = backend.rows_first, query.shape[3]
+    long_flops = profile_of(query.device).flops(LONG_FLOPS)
+    result_bytes = head_dim * query.element_size() * held
+    is_placed = [x.dtype == query.dtype for x in totals]
+    if not merged:
+        fits = store and is_placed[0] and block.queries.stride == 1
+        added = 0 if fits and backend.forward_into is not None else 2
+        row_bytes = result_bytes + totals[1].element_size() * held
+        most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes) if added else math.inf
+    else:
+        store_keys = store_keys and block.member == 0  # members of a KV head share its gradients
+        added = 3
+        if backend.backward_into is not None and store_keys and is_placed[1]:
+            added = 0 if store and is_placed[0] else 1
+        row_bytes = merged[2].element_size() + backend.backward_workspace(head_dim)
+        row_bytes += added * result_bytes
+        most_rows = call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)
+    for part in block.slices(most_rows):
+
+        def rows_of(
+            tensor: torch.Tensor, *, keys: bool = False, is_read: bool = True, part: Block = part
+        ) -> Placement:
+            place = part.place_keys if keys else part.place_queries
+            return place(tensor, rows_first=order and is_read and tensor.dim() == 4)
+
+        yield KernelCall(
+            tuple(rows_of(x, keys=i > 0) for i, x in enumerate(inputs)),
+            tuple(map(rows_of, merged)),
+            tuple(
+                rows_of(x, keys=bool(merged) and i > 0, is_read=i >= added)
+                for i, x in enumerate(totals)
+            ),
+            part.is_causal,
+            (10 if merged else 4) * head_dim * part.pairs >= long_flops,
+            added,
+            (store, store_keys, store_keys)[:added],
+            {},
+        )
+
+
+class Launch(NamedTuple):
+    """A launch of the table-driven kernels."""
+
+    cells: Any
+    config: Any
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tables on the device."""
+        cells = self.cells
+        return cells.table, cells.query_programs, cells.key_programs
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """How the tiles of a group are computed: block by block, or all in one launch.
+
+    Attributes:
+        blocks: a kernel call each.
+        table: tiles of the launch.
+        packed: more of them.
+        parts: the kernel calls of the blocks, for each of the last few layouts: see `parts`.
+    """
+
+    blocks: tuple[Block, ...]
+    table: tuple[Tile, ...]
+    packed: tuple[PackedTiles, ...] = ()
+    parts: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def shares_launch(self) -> bool:
+        """Whether any tile is computed by the table-driven kernel."""
+        return bool(self.table or self.packed)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and keys of a cell of the launch."""
+        many = [max(tiles.lengths) for tiles in self.packed]
+        return (
+            max([tile.queries.length for tile in self.table] + many),
+            max([tile.keys.length for tile in self.table] + many),
+        )
+
+
+SCHEDULES: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
+"""Kept as long as the plan of their group lives. A schedule takes about as many bytes as its
+tiles."""
+_SCHEDULES_KEPT = 8
+
+
+def schedule_of(
+    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
+) -> Schedule:
+    """How a group is computed; kept for the next call.
+
+    Blocks of at most `table_flops` operations share a launch.
+    """
+    key = batch, heads_per_kv, head_dim, table_flops
+    kept = SCHEDULES.setdefault(group, {})
+    return kept.get(key) or keep_few(
+        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
+    )
+
+
+def _make_schedule(
+    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
+) -> Schedule:
+    blocks: list[Block] = []
+    table: list[Tile] = []
+    packed: list[PackedTiles] = []
+    single = list(group.single)
+    for many in group.packed:
+        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
+        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
+        short, long = many.split(math.sqrt(table_flops / flops))
+        packed.extend([short] if short.starts else [])
+        single.extend(long.tiles())
+    for family in families(single):
+        cut = list(family.blocks(batch, heads_per_kv))
+        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+            table.extend(family.tiles)
+        else:
+            blocks.extend(cut)
+    return Schedule(tuple(blocks), tuple(table), tuple(packed))
+
+
+def launch_of(work: Schedule, direction: str, call: TileCall, query: torch.Tensor) -> Launch:
+    """The tables of a launch on the device, and its configuration; kept for the next call.
+
+    `direction` is ``"forward"`` or ``"backward"``.
+    """
+    device, head_dim, dtype = query.device, query.shape[3], query.dtype
+
+    def make() -> Launch:
+        from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
+
+        queries, keys = work.longest
+
+        def config(kernel: Kernel) -> LaunchConfig:
+            return default_config(
+                kernel, head_dim, dtype, queries=queries, keys=keys, device=device
+            )
+
+        chosen: LaunchConfig | BackwardConfig
+        if direction == "forward":
+            chosen = config("forward")
+            block_m, block_n = chosen.block_m, chosen.block_n
+        else:
+            chosen = BackwardConfig(config("dq"), config("dkdv"))
+            block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
+        cells = build_cells(
+            work.table,
+            work.packed,
+            batch=call.batch,
+            heads_per_kv=call.heads_per_kv,
+            block_m=block_m,
+            block_n=block_n,
+            device=device,
+        )
+        return Launch(cells, chosen)
+
+    key = direction, call.batch, call.heads_per_kv, head_dim, dtype, device
+    return TABLES.get(work, key, device, make)
 
 
 def merge_zero_keys(
@@ -164,9 +453,7 @@ def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Resu
     from ..kernels import tiles_forward
 
     query, (out, lse, store) = inputs.query, result
-    launch = launch_of(
-        work, "forward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
-    )
+    launch = launch_of(work, "forward", call, query)
     tiles_forward(
         *inputs,
         out,
@@ -207,7 +494,7 @@ def backward(
         found = _gradients(backend, _tile(one, call, inputs), tile_gradients, places, one.added)
         if found:
             added = places[: one.added]
-            add_all = partial(_add_all, one.additions, added, found)
+            add_all = partial(_add_all, one.stores, added, found)
             sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
@@ -236,9 +523,7 @@ def _backward_launch(
     from ..kernels import tiles_backward
 
     query = inputs.query
-    launch = launch_of(
-        work, "backward", call.batch, call.heads_per_kv, query.shape[3], query.dtype, query.device
-    )
+    launch = launch_of(work, "backward", call, query)
     tiles_backward(
         merged.dout,
         *inputs,
@@ -255,11 +540,10 @@ def _backward_launch(
 
 
 def _add_all(
-    additions: Sequence[tuple[bool, Sequence[int]]],
-    totals: Sequence[torch.Tensor],
-    found: Sequence[torch.Tensor],
+    stores: Sequence[bool], totals: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
 ) -> None:
-    for store, chosen in additions:
+    for store in {*stores}:
+        chosen = [i for i, each in enumerate(stores) if each is store]
         add([totals[i] for i in chosen], [found[i] for i in chosen], store=store)
 
 
@@ -270,197 +554,3 @@ def _views(places: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> list
 def _tile(one: KernelCall, call: TileCall, inputs: Inputs) -> TileInputs:
     query, keys, values = _views(one.inputs, inputs)
     return TileInputs(query, keys, values, one.is_causal, call.scale, one.memo)
-
-
-BLOCK_ROWS = 64
-"""Rows of a block of the kernels at most."""
-FEWEST_ROWS = 4
-"""Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
-MOST_SHARE = 0.25
-"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
-launch of their own."""
-
-
-class OwnLaunch:
-    """Ranges of rows that are computed in one launch; keeps no reference to its plan.
-
-    `stores` are bits of branches: see `own_programs.build_programs`.
-    """
-
-    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
-        plan = one.plan
-        self.ranges, self._stores = ranges, stores
-        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
-        self._branches = _branches(plan.pattern.branches)
-        self._offsets = plan.tiling.offsets
-        self._rows = max([each.high - each.low for each in ranges])
-        self._configs: dict[Hashable, LaunchConfig] = {}
-
-    def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
-        """How a kernel is launched."""
-        given, device, rows = (kernel, query.shape[3], query.dtype), query.device, self._rows
-        key = (*given, device)
-        if key not in self._configs:
-            self._configs[key] = default_config(*given, queries=rows, keys=rows, device=device)
-        return self._configs[key]
-
-    def programs(self, block: int, device: torch.device) -> own_programs.Programs:
-        """The tables on the device, for blocks of `block` rows."""
-        build = partial(
-            own_programs.build_programs,
-            self.ranges,
-            self._branches,
-            self._offsets,
-            block=block,
-            is_causal=self.is_causal,
-            stores=self._stores,
-            device=device,
-        )
-        return TABLES.get(self, (block, device), device, build)
-
-
-@dataclass(frozen=True, eq=False)
-class OwnSchedule:
-    """How a rank computes tiles whose queries and keys it holds, in this order.
-
-    Attributes:
-        covering: no group, or the one that has every row as query and key once, and so needs no
-            result to add to; but for rows that a launch has.
-        launches: what is computed row by row.
-        others: further groups.
-        zero_keys: those that are left to be merged.
-    """
-
-    covering: tuple[TileGroup, ...]
-    launches: tuple[OwnLaunch, ...]
-    others: tuple[TileGroup, ...]
-    zero_keys: tuple[TileGroup, ...]
-
-
-_own_schedules: WeakKeyDictionary[RankPlan, dict[Hashable, OwnSchedule]] = WeakKeyDictionary()
-"""As long as their plans live."""
-_SCHEDULES_KEPT = 8
-
-
-def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
-    """Schedule the tiles whose queries and KV are local to a rank; cached for the next call."""
-    key = call.batch, call.heads_per_kv, head_dim, call.limits.own
-    kept = _own_schedules.setdefault(one, {})
-    return kept.get(key) or keep_few(kept, key, partial(_make_own, one, *key), _SCHEDULES_KEPT)
-
-
-def _make_own(
-    one: RankPlan, batch: int, heads_per_kv: int, head_dim: int, flops: float
-) -> OwnSchedule:
-    plan = one.plan
-    longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    fits = (
-        longest <= own_programs.MOST_POSITIONS
-        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
-    )
-    if not flops or not fits:
-        groups = one.local_groups
-        first = groups[:1] if one.covers else ()
-        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
-    chosen = ByRows(one, (2 if plan.is_causal else 4) * head_dim * batch * heads_per_kv, flops)
-    work = one.own_work(chosen)
-    launches: list[OwnLaunch] = []
-    if work.ranges:
-        stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
-        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
-        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
-    covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
-    first = work.groups[: int(covers)]
-    others = (*work.groups[len(first) :], *work.crossing)
-    return OwnSchedule(first, tuple(launches), others, work.zero_keys)
-
-
-class ByRows:
-    """Which runs of a branch are computed row by row: those of at most `flops` operations.
-
-    `factor`: operations of forward for each pair of a KV head.
-    """
-
-    def __init__(self, one: RankPlan, factor: int, flops: float) -> None:
-        plan = one.plan
-        self._rates, self._heads = plan.pattern.dilation_rates, plan.tiling.heads
-        self._factor, self._flops = factor, flops
-
-    def __call__(self, branch: int, runs: OwnRuns) -> list[bool]:
-        """Of each run of a branch, whether it is computed row by row."""
-        rate = self._rates[branch]
-        factor = self._factor * len(self._heads[branch])
-        if rate > own_programs.MOST_STEP:
-            return [False] * len(runs)
-        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
-        if (
-            shortest < fewest
-            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
-        ):
-            fewest = 0
-        if (
-            shortest >= fewest  # as a rule, and so is the next
-            and factor * runs.most_copies * (-(-longest // rate)) ** 2 <= self._flops
-        ):
-            return [True] * len(runs)
-        # Heads of different offsets share a kernel call where they have equally many rows.
-        return [
-            size >= fewest
-            and factor * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
-            <= self._flops
-            for size, _, _, copies in runs
-        ]
-
-
-def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
-    return [(length or own_programs.MOST_POSITIONS, rate) for length, rate in branches]
-
-
-def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
-    """Compute a launch and merge it into a result, or write it where nothing else comes before."""
-    from ..kernels import ranges_forward
-
-    config = launch.config("own_forward", inputs.query)
-    ranges_forward(
-        *inputs,
-        result.out,
-        result.lse,
-        launch.programs(config.block_m, inputs.query.device),
-        is_causal=launch.is_causal,
-        zero_keys=launch.zero_keys,
-        scale=call.scale,
-        config=config,
-    )
-
-
-def backward_own(
-    launch: OwnLaunch,
-    call: TileCall,
-    inputs: Inputs,
-    merged: Merged,
-    gradients: Gradients,
-    *,
-    detached: bool,
-) -> None:
-    """Compute the gradients of a launch and add them up, or write them where they come first.
-
-    `detached` takes the weights of branches for constants.
-    """
-    from ..kernels import ranges_backward
-
-    device = inputs.query.device
-    dq, dkdv = launch.config("own_dq", inputs.query), launch.config("own_dkdv", inputs.query)
-    ranges_backward(
-        merged.dout,
-        *inputs,
-        merged.out,
-        merged.lse,
-        *gradients[:3],
-        launch.programs(dq.block_m, device),
-        launch.programs(dkdv.block_n, device),
-        is_causal=launch.is_causal,
-        zero_keys=launch.zero_keys,
-        detached=detached,
-        scale=call.scale,
-        config=BackwardConfig(dq, dkdv),
-    )

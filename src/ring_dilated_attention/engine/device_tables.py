@@ -2,44 +2,34 @@
 
 Work of a few shapes makes its tables once. Work whose shapes change from call to call (slides,
 documents) would leave those of hundreds of plans on the device: of more than a few megabytes, those
-stay that recent calls have come back to. Of the others only what was dropped and when is kept: a
-table that is made again is one that calls come back to.
+stay that recent calls have used.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 KEPT_BYTES = 8 << 20
 """Bytes of tables that may be kept, however old."""
-_AFTER_DROP = 0.75
-"""Of them, what is left of more: not every table that is made then makes another one go."""
 KEPT_CALLS = 64
 """Calls after its last use for which a table is kept that several calls have used, whatever its
-size. A step of a model of half as many different layers makes its tables once, large ones twice."""
+size: those of a step of a model of half as many layers."""
+NEW_CALLS = 8
+"""The same of a table that one call has used: shapes that do not come back soon hardly ever do."""
 _ALLOCATION = 512
 """Bytes of which an allocation on a CUDA device is a multiple."""
 
 
-class Tables(Protocol):
-    """A kept table."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that it reads on the device."""
-        ...
-
-
-T = TypeVar("T", bound=Tables)
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,7 +37,7 @@ class _Kept:
     tables: Any
     nbytes: int
     last_call: int
-    returns: bool  # whether more than one call has used them
+    returns: bool = False  # whether more than one call has used them
     streams: set[int] = field(default_factory=set)  # that read them, by handle
 
 
@@ -61,23 +51,29 @@ def may_be_of_graph(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _nbytes(tables: Tables) -> int:
+def _tensors_of(tables: Any) -> Iterable[torch.Tensor]:
+    """Those that tables read on the device: they are a tuple of them, or say which."""
+    found: Iterable[torch.Tensor] = getattr(tables, "tensors", tables)
+    return found
+
+
+def _nbytes(tables: Any) -> int:
     """Bytes on the device."""
-    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in tables.tensors)}
+    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in _tensors_of(tables))}
     return sum(-(-x.nbytes() // _ALLOCATION) * _ALLOCATION for x in storages.values())
 
 
 class DeviceTables:
-    """Tables by who they are of and by key. Threads may share it."""
+    """Tables by who they are of and by key. Threads may share it.
+
+    Attributes:
+        calls: how many calls there were, forward or backward; who makes one counts it.
+    """
 
     def __init__(self) -> None:
+        self.calls = 0
         self._kept: WeakKeyDictionary[Any, dict[Hashable, _Kept]] = WeakKeyDictionary()
-        # Which call was the last to use what is not kept: a number for each table of a live plan.
-        self._dropped: WeakKeyDictionary[Any, dict[Hashable, int]] = WeakKeyDictionary()
-        self._captured: dict[int, Tables] = {}  # what CUDA graphs read whenever they are replayed
-        self._calls = 0
-        self._last_made = 0  # in which call
-        self._room = -1  # bytes that may be made at least before any must go; -1: not known
+        self._captured: dict[int, Any] = {}  # what CUDA graphs read whenever they are replayed
         self._lock = Lock()
         self._elsewhere: tuple[int, ThreadPoolExecutor] | None = None  # of which process
         self._copies: dict[torch.device, torch.cuda.Stream] = {}  # of that thread
@@ -86,37 +82,6 @@ class DeviceTables:
     def nbytes(self) -> int:
         """Bytes of all that is kept, but for what only CUDA graphs read."""
         return sum(kept.nbytes for tables in self._kept.values() for kept in tables.values())
-
-    def start_call(self) -> None:
-        """Count a call: of forward, or of backward. Drop what is not worth its bytes."""
-        with self._lock:
-            self._calls += 1
-            # What one call alone has used may go two calls later.
-            if self._calls - self._last_made <= 2 or self._calls % KEPT_CALLS == 0:
-                self._drop()
-
-    def _drop(self) -> None:
-        """Of more than KEPT_BYTES, drop what calls do not come back to, the oldest first."""
-        if self._room >= 0:
-            return
-        held = self.nbytes
-        self._room = KEPT_BYTES - held
-        if self._room >= 0:
-            return
-        excess = held - int(_AFTER_DROP * KEPT_BYTES)
-        unused = [
-            (kept.last_call, owner, key, kept.nbytes)
-            for owner, tables in self._kept.items()
-            for key, kept in tables.items()
-            if kept.last_call < self._calls - (KEPT_CALLS if kept.returns else 1)
-        ]
-        for last_call, owner, key, nbytes in sorted(unused, key=lambda entry: entry[0]):
-            if excess <= 0:
-                break
-            del self._kept[owner][key]
-            self._dropped.setdefault(owner, {})[key] = last_call
-            excess -= nbytes
-            self._room += nbytes
 
     def get(self, owner: object, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The tables of `owner` with this key, made if there are none.
@@ -134,18 +99,32 @@ class DeviceTables:
                 # Another thread takes up to milliseconds to begin where others want its core.
                 elsewhere = may_be_of_graph(device)
                 made = (self._make_elsewhere if elsewhere else self._make)(make, device)
-                dropped = self._dropped.get(owner, {}).pop(key, None)
-                returns = dropped is not None and dropped >= self._calls - KEPT_CALLS
-                tables[key] = _Kept(made, _nbytes(made), self._calls, returns)
-                self._last_made = self._calls
-                self._room -= tables[key].nbytes
+                tables[key] = _Kept(made, _nbytes(made), self.calls)
+                self._drop()
             kept = tables[key]
-            kept.returns = kept.returns or kept.last_call < self._calls
-            kept.last_call = self._calls
+            kept.returns = kept.returns or kept.last_call < self.calls
+            kept.last_call = self.calls
             if device.type == "cuda":
                 self._note_stream(kept, device)
             found: T = kept.tables
             return found
+
+    def _drop(self) -> None:
+        """Of more than KEPT_BYTES, drop what recent calls have not used, the oldest first."""
+        excess = self.nbytes - KEPT_BYTES
+        if excess <= 0:
+            return
+        unused = [
+            (kept.last_call, kept.nbytes, key, tables)
+            for tables in self._kept.values()
+            for key, kept in tables.items()
+            if kept.last_call < self.calls - (KEPT_CALLS if kept.returns else NEW_CALLS)
+        ]
+        for _, nbytes, key, tables in sorted(unused, key=lambda entry: entry[0]):
+            if excess <= 0:
+                break
+            del tables[key]
+            excess -= nbytes
 
     def _make_elsewhere(self, make: Callable[[], T], device: torch.device) -> T:
         if self._elsewhere is None or self._elsewhere[0] != os.getpid():  # a fork has no threads
@@ -173,7 +152,7 @@ class DeviceTables:
         if handle not in kept.streams:
             kept.streams.add(handle)
             stream = torch.cuda.current_stream(device)
-            for tensor in kept.tables.tensors:
+            for tensor in _tensors_of(kept.tables):
                 tensor.record_stream(stream)
 
 

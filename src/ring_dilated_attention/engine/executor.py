@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ..exchange import Exchange, Pending
+from ..kernels import keep_few
 from ..plan import Action, Message, RankPlan, TileGroup, lower
 from ..tiles import Selection, accumulate_dtype
 from . import compute, transfer
 from .accumulate import Accumulator, kernels_on, sum_dtype
 from .blocks import by_slot, readable, readable_in_backward
-from .compute import Gradients, Inputs, Merged, OwnSchedule, Result, merge_zero_keys
-from .parts import TileCall
+from .compute import Gradients, Inputs, Merged, Result, TileCall, merge_zero_keys
+from .device_tables import TABLES
+from .own_rows import OwnSchedule, backward_own, forward_own, own_schedule
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,57 @@ class RingCall:
     workspace: float | None = None
     detached: bool = False
 
-    def tiles(self, query: torch.Tensor) -> TileCall:
-        """What tiles need to know of the call."""
-        plan, (batch, _, _, head_dim) = self.plan.plan, query.shape
+    def prepared(self, query: torch.Tensor) -> Prepared:
+        """The call without its tensors and its exchange; kept with its plan for the next one."""
+        batch, _, _, head_dim = query.shape
+        options = self.backend, self.scale, self.workspace
+        key = "engine", self.gathers, options, batch, head_dim
+        kept = self.plan.programs
+        make = partial(Prepared, self.plan, self.gathers, options, batch, head_dim)
+        found: Prepared = kept.get(key) or keep_few(kept, key, make, _KEPT)
+        return found
+
+
+_KEPT = 16
+"""Of a plan: `Prepared` and programs."""
+
+
+class Prepared:
+    """What calls of one plan, shape and back end have in common.
+
+    Attributes:
+        rounds: what is done one after the other: all heads, or some at a time.
+        covers: whether nothing is there to add to: groups that come first store their results.
+        additions: a bound on how many tiles add to a row.
+        tile_call: what tiles need to know of the call.
+        own: how the rank's own rows are computed, in each round.
+    """
+
+    def __init__(
+        self, one: RankPlan, gathers: bool, options: tuple[Any, ...], batch: int, head_dim: int
+    ) -> None:
+        self._one, self._gathers = one, gathers
+        self.rounds = one.rounds(gathers=gathers)
+        self.covers = all(each.covers for each in self.rounds)
+        self.additions = max(each.mean_additions for each in self.rounds)
+        plan, (backend, scale, workspace) = one.plan, options
         heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
         # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
         # call of each takes the CPU longer than it saves the GPU.
         if len(plan.documents) <= 2:
-            flops = 4.0 * head_dim * batch * heads_per_kv * self.plan.own_pairs
-        return TileCall(self.backend, self.scale, batch, heads_per_kv, self.workspace, flops)
+            flops = 4.0 * head_dim * batch * heads_per_kv * one.own_pairs
+        self.tile_call = TileCall(backend, scale, batch, heads_per_kv, workspace, flops)
+        self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in self.rounds}
+
+    @cached_property
+    def forward(self) -> tuple[Action, ...]:
+        """The program of forward."""
+        return lower(self._one, gathers=self._gathers, backward=False)
+
+    @cached_property
+    def backward(self) -> tuple[Action, ...]:
+        """The program of backward."""
+        return lower(self._one, gathers=self._gathers, backward=True)
 
 
 def ring_forward(
@@ -66,7 +110,7 @@ def ring_forward(
     Of query (B, n, H, D), key and value (B, n, K, D).
     """
     run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
-    run.all()
+    run.all(run.prepared.forward)
     return run.out.to(query.dtype), run.lse
 
 
@@ -88,7 +132,7 @@ def ring_backward(
     dtypes = query.dtype, key.dtype, value.dtype
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     run = Backward(call, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
-    run.all()
+    run.all(run.prepared.backward)
     dquery, dkey, dvalue = (x.to(dtype) for x, dtype in zip(run.totals[:3], dtypes, strict=True))
     return dquery, dkey, dvalue
 
@@ -133,24 +177,21 @@ class _InFlight(NamedTuple):
 class Run:
     """A program that is run on tensors: what both directions have in common."""
 
-    def __init__(self, call: RingCall, inputs: Inputs, *, backward: bool) -> None:
+    def __init__(self, call: RingCall, inputs: Inputs) -> None:
         self.call, self.inputs = call, inputs
-        self.program = lower(call.plan, gathers=call.gathers, backward=backward)
-        self.rounds = call.plan.rounds(gathers=call.gathers)
-        self.covers = all(one.covers for one in self.rounds)
-        self.additions = max(one.mean_additions for one in self.rounds)
-        self.tile_call, head_dim = call.tiles(inputs.query), inputs.query.shape[3]
-        self.own = {x: compute.own_schedule(x, self.tile_call, head_dim) for x in self.rounds}
+        self.prepared = call.prepared(inputs.query)
+        self.tile_call, self.own = self.prepared.tile_call, self.prepared.own
         stopwatch = getattr(call.exchange, "stopwatch", None)
         self.sums = Accumulator(inputs.query.device, stopwatch)
         self._fetching: deque[_InFlight] = deque()
         self._packed: torch.Tensor | None = None  # which the next message sends, too
         self._arrived: torch.Tensor | None = None  # (2, B, R, D)
 
-    def all(self) -> None:
-        """Run the program."""
+    def all(self, program: Sequence[Action]) -> None:
+        """Run a program."""
+        TABLES.calls += 1
         with kernels_on(self.inputs.query.device), self.sums:
-            for action in self.program:
+            for action in program:
                 getattr(self, f"do_{action.kind}")(action)
             self.sums.finish()
             self.sums.join()
@@ -208,15 +249,15 @@ class Forward(Run):
     """
 
     def __init__(self, call: RingCall, inputs: Inputs) -> None:
-        super().__init__(call, inputs, backward=False)
+        super().__init__(call, inputs)
         query = inputs.query
         batch, length, heads, _ = query.shape
-        create = torch.empty if self.covers else torch.zeros
-        dtype = sum_dtype(query, self.additions)
+        create = torch.empty if self.prepared.covers else torch.zeros
+        dtype = sum_dtype(query, self.prepared.additions)
         self.out = create(query.shape, dtype=dtype, device=query.device)
         dtype = accumulate_dtype(query.dtype)
         self.lse = torch.empty(batch, heads, length, dtype=dtype, device=query.device)
-        if not self.covers:
+        if not self.prepared.covers:
             self.lse.fill_(-torch.inf)
 
     def compute_own(self, action: Action) -> None:
@@ -224,7 +265,7 @@ class Forward(Run):
         own, result = self.own[action.rank], Result(self.out, self.lse)
         self._compute(own.covering, self.inputs, result._replace(stores=True))
         for launch in own.launches:
-            add_all = partial(compute.forward_own, launch, self.tile_call, self.inputs, result)
+            add_all = partial(forward_own, launch, self.tile_call, self.inputs, result)
             self.sums.run(add_all, *self.inputs, into=result[:2], holds=False)
         self._compute(own.others, self.inputs, result)
 
@@ -253,12 +294,14 @@ class Backward(Run):
     """
 
     def __init__(self, call: RingCall, inputs: Inputs, merged: Merged) -> None:
-        super().__init__(call, inputs, backward=True)
+        super().__init__(call, inputs)
         self._merged, query = merged, inputs.query
-        create = torch.empty if self.covers else torch.zeros
+        create = torch.empty if self.prepared.covers else torch.zeros
         heads_per_kv = self.tile_call.heads_per_kv
         dquery, dkey, dvalue = (
-            create(x.shape, dtype=sum_dtype(query, self.additions * count), device=x.device)
+            create(
+                x.shape, dtype=sum_dtype(query, self.prepared.additions * count), device=x.device
+            )
             for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
         )
         self.totals = Gradients(dquery, dkey, dvalue)
@@ -279,7 +322,7 @@ class Backward(Run):
             given, merged = (self.tile_call, self.inputs, self._merged, self.totals), self._merged
             reads = *self.inputs, merged.dout, merged.out, merged.lse
             for launch in own.launches:
-                add_all = partial(compute.backward_own, launch, *given, detached=self.call.detached)
+                add_all = partial(backward_own, launch, *given, detached=self.call.detached)
                 self.sums.run(add_all, *reads, into=self.totals[:3], holds=False)
         some = own.others[early:] if action.part == "rest" else own.others[:early]
         self._compute(some, own, self.totals)

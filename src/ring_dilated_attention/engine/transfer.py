@@ -23,10 +23,6 @@ from ..plan import Message, Run
 from .accumulate import add
 from .device_tables import TABLES
 
-_DENSE = 16
-"""If the largest of n numbers is at most 16 n, they index an array of that length; else they are
-sorted, which takes longer."""
-
 
 class RowTable(NamedTuple):
     """The rows of a message, as tensors of its sender.
@@ -38,11 +34,6 @@ class RowTable(NamedTuple):
 
     positions: torch.Tensor
     heads: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
-        return tuple(self)
 
 
 class SlotTable(NamedTuple):
@@ -57,11 +48,6 @@ class SlotTable(NamedTuple):
     row_of_slot: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
-        return tuple(self)
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tensor:
@@ -154,20 +140,9 @@ def numbers_of(message: Message) -> tuple[torch.Tensor, int]:
     return torch.cat(parts), heads
 
 
-def distinct(numbers: torch.Tensor) -> torch.Tensor:
-    """The same numbers, each once, in ascending order."""
-    most = int(numbers.max())
-    if most > _DENSE * len(numbers):
-        sorted_numbers: torch.Tensor = torch.unique(numbers)
-        return sorted_numbers
-    occurs = torch.zeros(most + 1, dtype=torch.bool)
-    occurs[numbers] = True
-    return occurs.nonzero().flatten()
-
-
 def _row_table(message: Message, device: torch.device) -> RowTable:
     numbers, heads = numbers_of(message)
-    rows = distinct(numbers)
+    rows = torch.unique(numbers)
     assert len(rows) == message.rows, f"{message} packs {len(rows)} rows"
     return RowTable((rows // heads).to(device), (rows % heads).to(device))
 

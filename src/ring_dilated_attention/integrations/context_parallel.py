@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..exchange import agree, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
-from ..parallel import is_dtensor, torch_cuts
-from ..pattern import in_brief
+from ..options import check_options
+from ..parallel import dtensor_of, is_dtensor, torch_cuts
 
 __all__ = ["ContextParallel"]
 
@@ -51,28 +51,23 @@ class ContextParallel(ParallelStyle):
         ValueError: from `parallelize_module`: the module has no attention of this library inside,
             or is a `LongNet`, a `SlideEncoder` or a part of one, which take a group and a layout
             themselves; or the layout is for another number of ranks, or its shards are not as long
-            as those of a DTensor; or parameters are DTensors on another mesh; from calls: a tensor
-            does not have the shape that the layout says, or a DTensor is placed otherwise.
+            as those of a DTensor; from calls: a tensor does not have the shape that the layout
+            says, or a DTensor is placed otherwise.
     """
 
     def __init__(
         self, *, layout: SequenceLayout | None = None, use_local_output: bool = False
     ) -> None:
         super().__init__()
-        if layout is not None and not isinstance(layout, SequenceLayout):
-            raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
+        check_options(layout=layout)
         self.layout = layout
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See `ParallelStyle`."""
-        if self.layout is not None and self.layout.world_size != device_mesh.size():
-            raise ValueError(
-                f"the layout is for {self.layout.world_size} ranks; the mesh has "
-                f"{device_mesh.size()}"
-            )
-        _refuse_other_cuts(self.layout)
-        _refuse_other_meshes(module, device_mesh)
+        if self.layout is not None:
+            self.layout.check_ranks(device_mesh.size())
+            _refuse_other_cuts(self.layout)
         self._tell_layout(module)
         applied: nn.Module = distribute_module(module, device_mesh, _replicate)
         applied.register_forward_pre_hook(
@@ -138,15 +133,7 @@ class ContextParallel(ParallelStyle):
             rank = mesh.get_local_rank()
             self.layout.check_shard(rank, mesh.size(), shape[1], f"and got {tuple(tensor.shape)}")
             shape[1] = self.layout.length
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(  # whose parts lie in memory as its strides say
-            tensor.contiguous(),
-            mesh,
-            [Shard(1)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
+        return dtensor_of(tensor.contiguous(), mesh, [Shard(1)], shape)  # as its strides say
 
     def _output(self, output: Any) -> Any:
         if not self.use_local_output:
@@ -156,10 +143,8 @@ class ContextParallel(ParallelStyle):
         return output.to_local() if isinstance(output, DTensor) else output
 
 
-def _refuse_other_cuts(layout: SequenceLayout | None) -> None:
+def _refuse_other_cuts(layout: SequenceLayout) -> None:
     """Raise unless ranks hold as many positions as of a DTensor: torch works with no others."""
-    if layout is None:
-        return
     length, ranks = layout.length, range(layout.world_size)
     wanted = [stop - start for start, stop in torch_cuts(length, len(ranks))]
     given = [layout.local_length(rank) for rank in ranks]
@@ -171,18 +156,6 @@ def _refuse_other_cuts(layout: SequenceLayout | None) -> None:
             f"{given[first]}: use layout=None, a layout of such shards or another length, or leave "
             "ContextParallel out and give the layer's calls group= and layout="
         )
-
-
-def _refuse_other_meshes(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise where parameters are sharded already: torch computes with those of one mesh only."""
-    for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) and parameter.device_mesh != mesh:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"ContextParallel makes DTensors of parameters on {mesh}; {name} is one on "
-                f"{parameter.device_mesh}: call fully_shard "  # type: ignore[attr-defined]
-                "after it, and under tensor parallelism leave it out and give the layer's calls "
-                "group= and layout="
-            )
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from .torchscale import (
-    SharedDropPath,
     TorchscaleDilatedAttention,
     refuse_mixed_rows,
     replace_dilated_attention,
@@ -37,10 +36,11 @@ from .torchscale import (
 
 __all__ = ["shard_slide_encoder"]
 
+_NAME = "shard_slide_encoder"
+
 _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
-
 
 _UNEVEN = 0.01
 """By how much of the mean shards may differ for the sake of fewer kernel calls."""
@@ -51,12 +51,12 @@ def shard_slide_encoder(
     *,
     group: Group = None,
     mesh: Group = None,
-    compare_inputs: bool = True,
     **options: Any,
 ) -> int:
     """Have a slide encoder of Prov-GigaPath or LongViT compute each slide on all ranks of a group.
 
-    The model is called as before, on every rank with the same whole slide of any number of tiles.
+    The model is called as before, on every rank with the same whole slide of any number of tiles;
+    ranks compare what they embed, which waits for the GPU once.
     Every rank gets the same result to the last bit: the embedding of the slide by class token or
     mean (``global_pool``), and those of all layers (``all_layer_embed=True``). Between the ranks
     the rows of the encoder are shared evenly, to 1% at most, the class token on the first one.
@@ -72,12 +72,10 @@ def shard_slide_encoder(
     Args:
         model: a `LongNetViT` of prov-gigapath, a `LongViTForTCGAClassification` of torchscale's
             examples, or a module that holds some; changed in place, or not at all where this
-            raises. A second call changes `group` and `compare_inputs`.
+            raises. A second call changes `group`.
         group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for one
             process.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        compare_inputs: whether each forward pass makes sure that all ranks embed the same tiles in
-            the same order, which waits for the GPU once. Default True.
         options: keyword arguments of `TorchscaleDilatedAttention`: `head_offsets`, `zero_keys`,
             `branch_gradients`, `exchange` and `backend`.
 
@@ -93,8 +91,8 @@ def shard_slide_encoder(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-    holders = list(_holders(model))
-    if not holders:
+    found = list(_models(model))
+    if not found:
         raise ValueError(
             "the model holds no LongNetViT of prov-gigapath and no LongViTForTCGAClassification "
             f"of torchscale; got {type(model).__name__}. For other models replace the attention "
@@ -102,57 +100,30 @@ def shard_slide_encoder(
         )
     group = one_group(group, mesh)
     ranks = resolve_exchange(group).world_size
-    for holder in holders:
-        _check_encoder(holder, ranks)
+    for path, each in found:
+        where = f"{path}.encoder".lstrip(".")
+        other = vars(each.encoder).get("forward")
+        if other is not None and not isinstance(other, _ShardedForward):
+            raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
+        refuse_mixed_rows(each.encoder, where, ranks)
     # A layout of one position a rank: every forward pass sets its own.
     layout = SequenceLayout.contiguous(ranks, ranks) if ranks > 1 else None
-    encoders = list(dict.fromkeys(holder.encoder for holder in holders))
+    encoders = list(dict.fromkeys(each.encoder for _, each in found))
     sharded = encoders[0] if len(encoders) == 1 else nn.ModuleList(encoders)
     count = replace_dilated_attention(sharded, group=group, layout=layout, **options)
-    for holder in holders:
-        encoder = holder.encoder
-        vars(encoder).pop("forward", None)
-        for module in encoder.modules():
-            if isinstance(module, TorchscaleDilatedAttention):
-                module.ignores_padding_mask = ranks > 1  # it is always the empty one
+    for _, each in found:
+        vars(each.encoder).pop("forward", None)
+        for module in _attention_in(each.encoder):
+            module.ignores_padding_mask = ranks > 1  # it is always the empty one
         if ranks > 1:
-            encoder.forward = _ShardedForward(holder, group, compare_inputs)
+            each.encoder.forward = _ShardedForward(each, group)
     return count
 
 
-class _Holder(NamedTuple):
-    """A model, and the encoder of torchscale in it."""
-
-    path: str
-    model: Any
-    encoder: Any
-
-    @property
-    def pool(self) -> _Pool:
-        """What the model reads of the encoder's rows."""
-        if not hasattr(self.model, "cls_token"):
-            return _Pool(first=False, mean=True, skips_first=False)
-        return _Pool(first=True, mean=bool(self.model.global_pool), skips_first=True)
-
-    @property
-    def row_multiple(self) -> int:
-        """Shards should begin at multiples of this: see `SequenceLayout.contiguous`."""
-        modules = self.encoder.modules()
-        found = (x for x in modules if isinstance(x, TorchscaleDilatedAttention))
-        return math.lcm(*(rate for x in found for rate in x.pattern.dilation_rates))
-
-
-def _holders(model: nn.Module) -> Iterator[_Holder]:
-    """The slide encoders in a model, told by the names of their classes and what they are of."""
+def _models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules with a slide encoder, told by the names of their classes, and their paths."""
     for path, module in model.named_modules():
-        where, each = path or "the model itself", module
-        kinds = [kind.__name__ for kind in type(module).__mro__]
-        if "LongViTForTCGAClassificationSeqParallel" in kinds:
-            raise ValueError(
-                f"{where} is a LongViTForTCGAClassificationSeqParallel, which takes a part of the "
-                "image on each rank: build it as LongViTForTCGAClassification, with "
-                "seq_parallel=False"
-            )
+        kinds, each = [kind.__name__ for kind in type(module).__mro__], module
         if "LongNetViT" in kinds:
             needed, name = ["encoder", "cls_token", "global_pool"], "LongNetViT"
         elif "LongViTForTCGAClassification" in kinds:
@@ -162,16 +133,15 @@ def _holders(model: nn.Module) -> Iterator[_Holder]:
         missing = [attribute for attribute in needed if not hasattr(each, attribute)]
         forward = _forward_of(module)
         if missing or forward.split(".")[-2:] != [name, "forward"]:
+            but = f" and no {', '.join(missing)}" if missing else ""
             raise ValueError(
-                f"{where} is a {type(module).__name__} that may do something else than {name} with "
-                "the rows of its encoder, of which a sharded one returns those that "
-                f"{name}.forward reads; got {forward} as its forward"
-                + f" and no {', '.join(missing)}"
-                * bool(missing)
-                + ". Shard one with the forward that it was published with, or replace the "
-                "attention alone, integrations.torchscale.replace_dilated_attention"
+                f"{path or 'the model itself'} is a {type(module).__name__} that may do something "
+                f"else than {name} with the rows of its encoder, of which a sharded one returns "
+                f"those that {name}.forward reads; got {forward} as its forward{but}. Shard one "
+                "with the forward that it was published with, or replace the attention alone, "
+                "integrations.torchscale.replace_dilated_attention"
             )
-        yield _Holder(path, each, each.encoder)
+        yield path, each
 
 
 def _forward_of(module: nn.Module) -> str:
@@ -184,23 +154,28 @@ def _forward_of(module: nn.Module) -> str:
     return "an object without a name"
 
 
-def _check_encoder(holder: _Holder, ranks: int) -> None:
-    """Raise a `ValueError` unless the encoder can be sharded: its attention alone mixes rows."""
-    encoder = holder.encoder
-    where = f"{holder.path}.encoder".lstrip(".")
-    other = vars(encoder).get("forward")
-    if other is not None and not isinstance(other, _ShardedForward):
-        raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
-    if getattr(encoder, "embed_positions", None) is not None:
-        raise ValueError(f"{where} has embed_positions, which count rows that other ranks hold")
-    refuse_mixed_rows(encoder, where, ranks)
+def _attention_in(encoder: nn.Module) -> list[TorchscaleDilatedAttention]:
+    return [x for x in encoder.modules() if isinstance(x, TorchscaleDilatedAttention)]
 
 
 class _ShardedForward:
-    """The forward of an encoder whose rows are shared by the ranks of a group."""
+    """The forward of a model's encoder whose rows are shared by the ranks of a group."""
 
-    def __init__(self, holder: _Holder, group: Group, compare_inputs: bool) -> None:
-        self.holder, self.group, self.compare_inputs = holder, group, compare_inputs
+    def __init__(self, model: Any, group: Group) -> None:
+        self.model, self.group = model, group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedForward:
+        return _ShardedForward(copy.deepcopy(self.model, memo), self.group)  # no copy of a group
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the model reads the row of position 0, and no mean contains it."""
+        return hasattr(self.model, "cls_token")
+
+    @property
+    def reads_mean(self) -> bool:
+        """Whether the model reads the mean of the tiles' rows."""
+        return not self.has_class_token or bool(self.model.global_pool)
 
     def __call__(
         self,
@@ -211,11 +186,10 @@ class _ShardedForward:
         **others: Any,
     ) -> dict[str, Any]:
         """What the encoder returns, with what the model pools in the place of all rows."""
-        ends = resolve_exchange(self.group)
+        ends, encoder = resolve_exchange(self.group), self.model.encoder
         given = {"src_tokens": src_tokens, **others}
         layout = self._agree(ends, token_embeddings, given, return_all_hiddens)
         assert token_embeddings is not None
-        encoder, pool = self.holder.encoder, self.holder.pool
         set_layout(encoder, layout)
         shard = layout.shard(token_embeddings, ends.rank, 1)
         with _own_randomness(encoder, ends.rank, shard.device):
@@ -225,14 +199,10 @@ class _ShardedForward:
                 token_embeddings=shard,
                 return_all_hiddens=return_all_hiddens,
             )
-
-        def whole(hidden: Tensor) -> Tensor:
-            return _pooled("shard_slide_encoder", ends, layout, hidden, pool)
-
         return {
             **found,
-            "encoder_out": whole(found["encoder_out"]),
-            "encoder_states": [whole(state) for state in found["encoder_states"]],
+            "encoder_out": self._pooled(ends, layout, found["encoder_out"]),
+            "encoder_states": [self._pooled(ends, layout, x) for x in found["encoder_states"]],
             "encoder_embedding": None,
             "encoder_padding_mask": None,
         }
@@ -243,21 +213,20 @@ class _ShardedForward:
     ) -> SequenceLayout:
         """The layout of a slide; an error on every rank unless all were given the same one."""
         device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
-        with ends.calls.enter("shard_slide_encoder", "inputs") as scope:
+        with ends.calls.enter(_NAME, "inputs") as scope:
             with together(scope, ends, device) as agreed:
-                layout = _layout(tokens, given, ends.world_size, self.holder)
-                numbers = _numbers(tokens) if self.compare_inputs else (0.0, 0.0)
+                layout = self._layout(tokens, given, ends.world_size)
+                numbers = _numbers(tokens)
                 agreed.on(
                     {
                         "shape": tuple(tokens.shape),
                         "dtype": str(tokens.dtype),
                         "all_layer_embed": all_layers,
-                        "global_pool": self.holder.pool.mean,
-                        "training": self.holder.encoder.training,
-                        "compare_inputs": self.compare_inputs,
+                        "global_pool": self.reads_mean,
+                        "training": self.model.encoder.training,
                     }
                 )
-            everyone = ends.share(numbers) if self.compare_inputs else [numbers]
+            everyone = ends.share(numbers)
             other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
             scope.in_step = bool(other)  # every rank raises
             if other:
@@ -270,29 +239,45 @@ class _ShardedForward:
                 )
         return layout
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedForward:
-        holder = _Holder(*(copy.deepcopy(part, memo) for part in self.holder))
-        return _ShardedForward(holder, self.group, self.compare_inputs)  # no copy of a group
+    def _layout(self, tokens: Any, given: dict[str, Any], ranks: int) -> SequenceLayout:
+        """The layout of a slide; raises unless the encoder is called as the models call it."""
+        refused = [x for x, value in given.items() if value is not None and value is not False]
+        if refused:
+            raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"token_embeddings must be a tensor, got {type(tokens).__name__}")
+        tiles = tokens.shape[1] - self.has_class_token if tokens.dim() == 3 else 0
+        if tiles < self.reads_mean:
+            raise ValueError(
+                "a slide needs at least one tile: token_embeddings must have shape (batch, "
+                f"sequence, embed_dim); got {tuple(tokens.shape)}"
+            )
+        attention, length = _attention_in(self.model.encoder), tokens.shape[1]
+        # Then heads of all offsets have equally many of a shard's rows.
+        multiple = math.lcm(*(rate for x in attention for rate in x.pattern.dilation_rates))
+        if multiple * ranks > _UNEVEN * length:
+            multiple = 1
+        return SequenceLayout.contiguous(length, ranks, multiple=multiple)
 
+    @untraced
+    def _pooled(self, ends: Exchange, layout: SequenceLayout, hidden: Tensor) -> Tensor:
+        """The rows that a model reads, put together on all ranks: (batch, 1 or 2, embed_dim).
 
-def _layout(tokens: Any, given: dict[str, Any], ranks: int, holder: _Holder) -> SequenceLayout:
-    """The layout of a slide; raises if the encoder was called as the models do not call it."""
-    pool = holder.pool
-    refused = [name for name, value in given.items() if value is not None and value is not False]
-    if refused:
-        raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"token_embeddings must be a tensor, got {type(tokens).__name__}")
-    tiles = tokens.shape[1] - pool.skips_first if tokens.dim() == 3 else 0
-    if tiles < pool.mean:
-        raise ValueError(
-            "a slide needs at least one tile: token_embeddings must have shape (batch, sequence, "
-            f"embed_dim); got {tuple(tokens.shape)}"
-        )
-    length, multiple = tokens.shape[1], holder.row_multiple
-    if multiple * ranks > _UNEVEN * length:
-        multiple = 1
-    return SequenceLayout.contiguous(length, ranks, multiple=multiple)
+        `hidden` are this rank's rows, (batch, local_sequence, embed_dim). The row of position 0
+        comes before the mean. The gradient of a row is the sum of all ranks' gradients of it.
+        """
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows, tiles = [], hidden
+        if self.has_class_token:  # on the first rank; of no rows the sum is 0
+            first = 1 if ends.rank == 0 else 0
+            rows.append(hidden[:, :first].sum(1, keepdim=True, dtype=wide))
+            tiles = hidden[:, first:]
+        if self.reads_mean:
+            count = layout.length - self.has_class_token
+            rows.append(tiles.sum(1, keepdim=True, dtype=wide) / count)
+        total = _SumOverRanks.apply(torch.cat(rows, 1), ends)  # type: ignore[no-untyped-call]
+        assert isinstance(total, Tensor)
+        return total.to(hidden.dtype)
 
 
 @torch.no_grad()
@@ -310,69 +295,24 @@ def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
     return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
 
 
-class _Pool(NamedTuple):
-    """What a model reads of the rows of a sequence.
-
-    Attributes:
-        first: whether it reads the row of position 0.
-        mean: whether it reads the mean of the rows.
-        skips_first: whether that mean leaves position 0 out.
-    """
-
-    first: bool
-    mean: bool
-    skips_first: bool
-
-
-@untraced
-def _pooled(
-    name: str, ends: Exchange, layout: SequenceLayout, hidden: Tensor, pool: _Pool
-) -> Tensor:
-    """What a model reads of the rows that all ranks hold, as a sequence of one or two rows.
-
-    The gradient of a row is the sum of all ranks' gradients of it.
-
-    Returns:
-        (batch, 1 or 2, embed_dim), the row of position 0 before the mean; the same bits on every
-        rank, in the dtype of `hidden`, this rank's rows (batch, local_sequence, embed_dim).
-    """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    first = layout.pieces[0]  # position 0, on the rank that holds it
-    at = first.local if first.rank == ends.rank else None
-    none = hidden[:, :0]
-    rows = []
-    if pool.first:
-        row = none if at is None else hidden[:, at : at + 1]
-        rows.append(row.sum(1, keepdim=True, dtype=wide))  # of no rows: 0, with a gradient
-    if pool.mean:
-        total = hidden.sum(1, keepdim=True, dtype=wide)
-        if pool.skips_first and at is not None:
-            kept = torch.cat([hidden[:, :at], hidden[:, at + 1 :]], 1) if at else hidden[:, 1:]
-            total = kept.sum(1, keepdim=True, dtype=wide)
-        rows.append(total / (layout.length - pool.skips_first))
-    total = _SumOverRanks.apply(torch.cat(rows, 1), ends, name)  # type: ignore[no-untyped-call]
-    assert isinstance(total, Tensor)
-    return total.to(hidden.dtype)
-
-
 class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks on every rank; so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ends: Exchange, name: str) -> Tensor:
-        with ends.calls.enter(name, "forward") as scope:
+    def forward(ctx: Any, part: Tensor, ends: Exchange) -> Tensor:
+        with ends.calls.enter(_NAME, "forward") as scope:
             settle(scope, ends, part.device)
             total = _total(ends, part)
-        ctx.ends, ctx.of, ctx.number = ends, name, scope.call.number  # name() is that of the node
+        ctx.ends, ctx.number = ends, scope.call.number
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ends = ctx.ends
-        with ends.calls.enter(ctx.of, "backward", ctx.number) as scope:
+        with ends.calls.enter(_NAME, "backward", ctx.number) as scope:
             settle(scope, ends, gradient.device)
-            return _total(ends, gradient), None, None
+            return _total(ends, gradient), None
 
 
 def _total(ends: Exchange, part: Tensor) -> Tensor:
@@ -390,7 +330,7 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
     Afterwards torch's random state is as it was, but for one draw. Without active dropout nothing
     is drawn.
     """
-    if not any(_draws(each) for each in module.modules()):
+    if not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in module.modules()):
         yield
         return
     seed = (int(torch.randint(2**62, ())) + rank) % 2**62
@@ -401,9 +341,3 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _draws(module: nn.Module) -> bool:
-    if isinstance(module, SharedDropPath):
-        return module.training and module.drop_prob > 0
-    return isinstance(module, nn.Dropout) and module.training and module.p > 0

@@ -56,14 +56,14 @@ class HeadParallel(ParallelStyle):
             )
         _split_heads(attention, device_mesh)
         expand: Any = module.expand
-        _check_divides(device_mesh.size(), ffn_dim=expand.out_features)
+        _check_divides(device_mesh.size(), "ffn_dim", expand.out_features)
         plan = {"expand": ColwiseParallel(), **_back("contract", module, "inner_norm")}
         return parallelize_module(module, device_mesh, plan)
 
 
 def _split_heads(attention: MultiheadDilatedAttention, mesh: DeviceMesh) -> nn.Module:
     ranks, heads = mesh.size(), attention.num_kv_heads
-    _check_divides(ranks, num_kv_heads=heads)
+    _check_divides(ranks, "num_kv_heads", heads)
     each, rank = heads // ranks, mesh.get_local_rank()
     attention.head_slice = HeadSlice(rank * each, (rank + 1) * each, heads)
     plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
@@ -80,10 +80,9 @@ def _back(name: str, module: nn.Module, norm: str) -> dict[str, ParallelStyle]:
     return {norm: gathered, name: RowwiseParallel(input_layouts=Replicate())}
 
 
-def _check_divides(ranks: int, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size % ranks:
-            raise ValueError(
-                f"the ranks of the mesh must divide {name} {size}; got {ranks} ranks: use fewer "
-                "for tensor parallelism, and more for the sequence"
-            )
+def _check_divides(ranks: int, name: str, size: int) -> None:
+    if size % ranks:
+        raise ValueError(
+            f"the ranks of the mesh must divide {name} {size}; got {ranks} ranks: use fewer "
+            "for tensor parallelism, and more for the sequence"
+        )

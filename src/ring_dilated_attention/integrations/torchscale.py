@@ -11,7 +11,8 @@ import ast
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +29,45 @@ from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, in_brie
 from ..tiles import Backend
 from ..torch_op import padding, telling_ranks
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
 __all__ = ["TorchscaleDilatedAttention", "replace_dilated_attention", "set_layout"]
 
 _OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
 """Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
 
+_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
+"""Of torchscale's `DilatedAttention`."""
 
-_FORWARD = {
-    "incremental_state": (None, "use replicated_query_attention to decode"),
-    "attn_mask": (
-        None,
-        "use is_causal, and the pattern for what a head sees (torchscale's decoder passes a mask "
-        "where args.flash_attention is False: set it to True)",
-    ),
-    "rel_pos": (None, "dilated attention takes no bias"),
-    "is_first_step": (False, "use replicated_query_attention to decode"),
+_CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
+"""What models call a parameter that they put before their sequence."""
+
+_UNSUPPORTED = {
+    "args.xpos_rel_pos": "xPos rotates by positions that a shard does not know",
+    "args.multiway": "its split position counts rows that other ranks may hold",
+    "incremental_state": "use replicated_query_attention to decode",
+    "attn_mask": "use is_causal, and the pattern for what a head sees (torchscale's decoder passes "
+    "a mask where args.flash_attention is False: set it to True)",
+    "rel_pos": "dilated attention takes no bias",
+    "is_first_step": "use replicated_query_attention to decode",
 }
-"""Arguments of torchscale's forward that must have their defaults, and what to do instead."""
+"""Arguments of torchscale that must be None or False, and why, or what to do instead."""
 
 
-class TorchscaleDilatedAttention(nn.Module):
+class _OfGroup(nn.Module):
+    """A module that a group of ranks runs together."""
+
+    group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group  # which cannot be copied
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+
+class TorchscaleDilatedAttention(_OfGroup):
     """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
 
     By default it computes what weights trained with torchscale expect: blocked head offsets, short
@@ -123,14 +143,8 @@ class TorchscaleDilatedAttention(nn.Module):
                 f"encoder_decoder_attention False; got {self_attention!r} and "
                 f"{encoder_decoder_attention!r}"
             )
-        for name, instead in (
-            ("xpos_rel_pos", "xPos rotates by positions that a shard does not know"),
-            ("multiway", "its split position counts rows that other ranks may hold"),
-        ):
-            if getattr(args, name, False):
-                raise ValueError(
-                    f"args.{name} must be False: {instead}; got {getattr(args, name)!r}"
-                )
+        for name in ("xpos_rel_pos", "multiway"):
+            _refuse_unsupported(f"args.{name}", getattr(args, name, None))
         if getattr(args, "seq_parallel", False) and group is None:
             raise ValueError(
                 "args.seq_parallel is True: pass group=, the ranks that share each sequence, or "
@@ -219,11 +233,9 @@ class TorchscaleDilatedAttention(nn.Module):
             ("incremental_state", incremental_state),
             ("attn_mask", attn_mask),
             ("rel_pos", rel_pos),
-            ("is_first_step", is_first_step or None),
+            ("is_first_step", is_first_step),
         ):
-            if given is not None:
-                wanted, instead = _FORWARD[name]
-                raise ValueError(f"{name} must be {wanted}; {instead}; got {in_brief(given)}")
+            _refuse_unsupported(name, given)
         if self.dropout and self.training:
             raise ValueError(
                 "attention dropout is refused until it is exact and reproducible across ranks; set "
@@ -254,25 +266,9 @@ class TorchscaleDilatedAttention(nn.Module):
             head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
         attended = attended.flatten(2)
-        norm = self.inner_attn_ln
-        if isinstance(norm, nn.LayerNorm) and is_plain(norm, nn.LayerNorm):
-            attended = normalize(norm, attended)
-        elif norm is not None:
-            attended = norm(attended)
+        if (norm := self.inner_attn_ln) is not None:
+            attended = normalize(norm, attended) if is_plain(norm, nn.LayerNorm) else norm(attended)
         return self.out_proj(attended), None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TorchscaleDilatedAttention:
-        new = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.group)] = self.group  # which cannot be copied
-        vars(new).update(copy.deepcopy(vars(self), memo))
-        return new
-
-    def extra_repr(self) -> str:
-        """What `repr` shows of the arguments."""
-        return (
-            f"{self.pattern}, num_heads={self.num_heads}, "
-            f"branch_gradients={self.branch_gradients!r}"
-        )
 
 
 def replace_dilated_attention(
@@ -310,10 +306,10 @@ def replace_dilated_attention(
         ValueError: the model holds no such module; one is not supported, by its class, its hooks or
             its `args`; options are given, and modules of this package are there already; `model`
             itself would have to be replaced; there are several ranks, and attention that is not
-            dilated (`MultiheadAttention`, cross-attention too) or layers of experts, which would
-            see the rows of one rank; or there are several ranks, no layout, and a class token,
-            which every rank would put before its shard (see `gigapath.shard_slide_encoder`). And,
-            from calls on several ranks, `embed_positions` of the model gets no ``positions=``.
+            dilated (`MultiheadAttention`, cross-attention too), layers of experts or
+            `embed_positions`, which would see the rows of one rank; or there are several ranks, no
+            layout, and a class token, which every rank would put before its shard (see
+            `gigapath.shard_slide_encoder`).
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
@@ -323,11 +319,13 @@ def replace_dilated_attention(
     ranks = resolve_exchange(group).world_size
     _refuse_class_token(model, group, layout)
     refuse_mixed_rows(model, "", ranks)
-    ours: list[TorchscaleDilatedAttention] = []
-    replacements: dict[nn.Module, TorchscaleDilatedAttention] = {}
+    ours: list[_OfGroup] = []
+    replacements: dict[nn.Module, _OfGroup] = {}
     for path, module in model.named_modules():
-        if isinstance(module, TorchscaleDilatedAttention):
+        if isinstance(module, _OfGroup):
             ours.append(module)
+        elif ranks > 1 and type(module).__name__ == "DropPath":
+            replacements[module] = SharedDropPath(module, group)
         elif _is_torchscales(module):
             where = path or "the model itself"
             if module is model:
@@ -336,14 +334,16 @@ def replace_dilated_attention(
                     f"another; got {type(module).__name__}"
                 )
             replacements[module] = _replacement(where, module, group, layout, options)
-    if not ours and not replacements:
+    kept = [x for x in ours if isinstance(x, TorchscaleDilatedAttention)]
+    new = [x for x in replacements.values() if isinstance(x, TorchscaleDilatedAttention)]
+    if not kept and not new:
         raise ValueError(
             "replace_dilated_attention found no DilatedAttention of torchscale in "
             f"{_shown(model)}; pass the model that holds torchscale's LongNet encoder"
         )
-    if ours and options:
+    if kept and options:
         raise ValueError(
-            f"{len(ours)} modules are this package's already and keep their options; got "
+            f"{len(kept)} modules are this package's already and keep their options; got "
             f"{', '.join(options)}: pass them in the first call"
         )
     for parent in list(model.modules()):
@@ -351,10 +351,10 @@ def replace_dilated_attention(
             if child in replacements:
                 setattr(parent, name, replacements[child])
     for module in ours:
-        module.group, module.layout = group, layout
-    _share_drop_paths(model, group)
-    _refuse_local_positions(model, ranks)
-    return len(replacements) + len(ours)
+        module.group = group
+    for module in kept:
+        module.layout = layout
+    return len(kept) + len(new)
 
 
 def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
@@ -374,8 +374,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
         ValueError: no module was replaced; or `layout` is None, and the model has a class token:
             see `replace_dilated_attention`.
     """
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
+    check_options(layout=layout)
     told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
     if not told:
         raise ValueError(
@@ -425,8 +424,12 @@ def _replacement(
     return new
 
 
-_CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
-"""What models call a parameter that they put before their sequence."""
+def _refuse_unsupported(name: str, given: Any) -> None:
+    """Raise a `ValueError` unless an argument of `_UNSUPPORTED` is None or False."""
+    if given is not None and given is not False:
+        raise ValueError(
+            f"{name} must be None or False: {_UNSUPPORTED[name]}; got {in_brief(given)}"
+        )
 
 
 def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
@@ -448,10 +451,6 @@ def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout |
         )
 
 
-_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-"""What torchscale's `DilatedAttention` is made of."""
-
-
 def _is_torchscales(module: object) -> bool:
     """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
     named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
@@ -470,16 +469,12 @@ def _shown(model: nn.Module) -> str:
 
 def _ints_of(args: Any, name: str) -> Sequence[int]:
     """A list of ints of torchscale's configuration, which may be given as text."""
-    if not hasattr(args, name):
-        raise TypeError(f"args must have {name}, a list of ints; got {args!r}")
-    value = getattr(args, name)
+    value = getattr(args, name, None)
     if isinstance(value, str):
-        try:
+        with suppress(SyntaxError, ValueError):
             value = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            raise ValueError(f"args.{name} must be a list of ints; got {value!r}") from None
     if not isinstance(value, list | tuple):
-        raise TypeError(f"args.{name} must be a list of ints; got {value!r}")
+        raise TypeError(f"args.{name} must be a list of ints, or its text; got {in_brief(value)}")
     return value
 
 
@@ -498,6 +493,12 @@ def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
         elif getattr(module, "is_moe_layer", False):
             found = "a layer of experts (moe_freq)"
             wrong = f"whose capacity on each of {ranks} ranks would count the rows of that rank"
+        elif name.rpartition(".")[2] == "embed_positions":
+            found = "an embedding of positions"
+            wrong = (
+                f"which on each of {ranks} ranks would count those of the shard from 0: set it to "
+                "None and pass token_embeddings that have their positions"
+            )
         else:
             continue
         raise ValueError(
@@ -507,37 +508,13 @@ def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
         )
 
 
-_RANKS = "_ring_dilated_attention_ranks"
-
-
-def _refuse_local_positions(model: nn.Module, ranks: int) -> None:
-    """Have torchscale's embeddings of positions refuse, from now on, to count those of a shard."""
-    for parent in model.modules():
-        embedding = parent._modules.get("embed_positions")
-        if embedding is None or (ranks == 1 and not hasattr(embedding, _RANKS)):
-            continue
-        if not hasattr(embedding, _RANKS):
-            embedding.register_forward_pre_hook(_before_positions, with_kwargs=True)
-        setattr(embedding, _RANKS, ranks)
-
-
-def _before_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    ranks = getattr(module, _RANKS)
-    if ranks > 1 and len(args) < 2 and kwargs.get("positions") is None:
-        raise ValueError(
-            f"on {ranks} ranks embed_positions would count the positions of each shard from 0: "
-            "pass positions= to torchscale's Encoder, those of this rank's rows, or set the "
-            "model's embed_positions to None and pass token_embeddings that have their positions; "
-            "got positions=None"
-        )
-
-
-class SharedDropPath(nn.Module):
+class SharedDropPath(_OfGroup):
     """Stochastic depth that drops the same sequences on every rank, and scales the others up."""
 
-    def __init__(self, drop_prob: float, group: Group) -> None:
+    def __init__(self, drop_path: nn.Module, group: Group) -> None:
         super().__init__()
-        self.drop_prob = drop_prob
+        self.drop_prob = float(getattr(drop_path, "drop_prob", None) or 0)
+        self.training = drop_path.training
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
@@ -551,25 +528,3 @@ class SharedDropPath(nn.Module):
             kept = torch.tensor(ends.share(kept.tolist())[0])
         scale = kept.to(x.device, x.dtype) / ((1 - self.drop_prob) or 1.0)  # all dropped: by 0
         return x * scale.view(-1, *[1] * (x.dim() - 1))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDropPath:
-        new = SharedDropPath(self.drop_prob, self.group)  # a group cannot be copied
-        new.training = self.training
-        return new
-
-    def extra_repr(self) -> str:
-        """What `repr` shows of the arguments."""
-        return f"drop_prob={self.drop_prob}"
-
-
-def _share_drop_paths(model: nn.Module, group: Group) -> None:
-    """Have every `DropPath` in a model drop the same sequences on all ranks of a group."""
-    several = resolve_exchange(group).world_size > 1
-    for parent in list(model.modules()):
-        if isinstance(parent, SharedDropPath):
-            parent.group = group
-        for name, child in parent._modules.items():
-            if several and child is not None and type(child).__name__ == "DropPath":
-                shared = SharedDropPath(float(getattr(child, "drop_prob", None) or 0), group)
-                shared.training = child.training
-                setattr(parent, name, shared)

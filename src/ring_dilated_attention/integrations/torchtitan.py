@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -185,105 +186,95 @@ def with_dilated_attention(
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
     check_options(exchange=exchange, backend=backend)
-    layers = [
-        _with_inner(layer, index, pattern, exchange, backend)
-        for index, layer in enumerate(spec.model.layers)
-    ]
+    layers = []
+    for index, layer in enumerate(spec.model.layers):
+        attention = layer.attention
+        if not isinstance(attention, GQAttention.Config):
+            raise ValueError(
+                f"layers[{index}].attention must be a GQAttention.Config; got "
+                f"{type(attention).__qualname__}, which has no dilated attention"
+            )
+        inner = DilatedInnerAttention.Config(
+            pattern=pattern,
+            num_kv_heads=attention.n_kv_heads or attention.n_heads,
+            exchange=exchange,
+            backend=backend,
+        )
+        layers.append(replace(layer, attention=replace(attention, inner_attention=inner)))
     model = replace(spec.model, layers=layers)
-    return replace(spec, model=model, parallelize_fn=_ParallelizeFunction(spec.parallelize_fn))
+    return replace(spec, model=model, parallelize_fn=partial(_parallelize, spec.parallelize_fn))
 
 
-def _with_inner(
-    layer: Any, index: int, pattern: DilatedPattern, exchange: Schedule, backend: Backend
+def _parallelize(
+    function: Callable[..., Any],
+    model: Any,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    **others: Any,
 ) -> Any:
-    attention = layer.attention
-    if not isinstance(attention, GQAttention.Config):
-        raise ValueError(
-            f"layers[{index}].attention must be a GQAttention.Config; got "
-            f"{type(attention).__qualname__}, which has no dilated attention"
-        )
-    heads = attention.n_kv_heads or attention.n_heads
-    inner = DilatedInnerAttention.Config(
-        pattern=pattern, num_kv_heads=heads, exchange=exchange, backend=backend
+    """Call torchtitan's function, and have each forward pass find its documents."""
+    balancer = parallelism.context_parallel_load_balancer
+    for is_refused, needed, got in (
+        (
+            parallel_dims.cp > 1 and balancer not in _LAYOUTS,
+            "parallelism.context_parallel_load_balancer 'headtail' or None",
+            repr(balancer),
+        ),
+        (parallel_dims.pp > 1, "parallelism.pipeline_parallel_degree 1", parallel_dims.pp),
+        (
+            not training.disable_cuda_graphs and torch.cuda.is_available(),
+            "training.disable_cuda_graphs, as documents of a batch are read on the host",
+            "False",
+        ),
+    ):
+        if is_refused:
+            raise ValueError(f"dilated attention in torchtitan needs {needed}; got {got}")
+    model = function(
+        model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
     )
-    return replace(layer, attention=replace(attention, inner_attention=inner))
+    hook = partial(_give_documents, parallel_dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer))
+    model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    return model
 
 
-class _ParallelizeFunction:
-    """torchtitan's function, and then the hook that finds the documents of each forward pass."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(
-        self, model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, **others: Any
-    ) -> Any:
-        balancer = parallelism.context_parallel_load_balancer
-        if parallel_dims.cp > 1 and balancer not in _LAYOUTS:
-            raise ValueError(
-                "dilated attention needs parallelism.context_parallel_load_balancer 'headtail' or "
-                f"None; got {balancer!r}"
-            )
-        if parallel_dims.pp > 1:
-            raise ValueError(
-                "dilated attention in torchtitan is for pipeline_parallel_degree 1; got "
-                f"{parallel_dims.pp}"
-            )
-        if not training.disable_cuda_graphs and torch.cuda.is_available():
-            raise ValueError(
-                "the documents of a batch are read on the host, which a CUDA graph cannot repeat: "
-                "set training.disable_cuda_graphs"
-            )
-        model = self._function(
-            model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
+def _give_documents(
+    cp: Any, layout: str | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a forward pass of a model, find the `attention_masks` in its `positions`."""
+    positions = args[1] if len(args) > 1 else kwargs.get("positions")
+    if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
+        raise ValueError(
+            "a model with dilated attention takes tokens and positions, of which the documents "
+            "are found; attention_masks must be left out"
         )
-        hook = _DocumentsHook(parallel_dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer))
-        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        return model
+    with spmd.no_typecheck():
+        return args, {**kwargs, "attention_masks": _packed(positions, cp, layout)}
 
 
-class _DocumentsHook:
-    """Before each forward pass of a model: `positions` become its `attention_masks`."""
-
-    def __init__(self, cp: Any, layout: str | None) -> None:
-        self._cp, self._layout = cp, layout
-
-    def __call__(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positions = args[1] if len(args) > 1 else kwargs.get("positions")
-        if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
-            raise ValueError(
-                "a model with dilated attention takes tokens and positions, of which the documents "
-                "are found; attention_masks must be left out"
-            )
-        with spmd.no_typecheck():
-            packed = self._packed(positions)
-        return args, {**kwargs, "attention_masks": packed}
-
-    def _packed(self, positions: Tensor) -> PackedTokens:
-        ends = resolve_exchange(self._cp)
-        ids = positions.detach().cpu()
-        if ends.world_size == 1:
-            layout, held = None, torch.arange(len(ids))
-            total = len(ids)
-        else:
-            assert self._layout is not None
-            total = len(ids) * ends.world_size
-            layout = SequenceLayout.named(self._layout, total, ends.world_size, is_causal=True)
-            held = layout.positions(ends.rank, device=ids.device)
-        agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
-        begun = held[ids == 0].tolist()
-        with ends.calls.enter(_NAME, "positions"):
-            starts = sorted(set(chain.from_iterable(ends.share(begun))))
-        borders = [*starts, total] if starts[:1] == [0] else [0, *starts, total]
-        wrong = (ids != document_positions(held, borders)).nonzero().flatten().tolist()
-        failure = None
-        if wrong:
-            failure = ValueError(
-                "positions must count up from 0 in every document; token "
-                f"{held[wrong[0]].item()} of all context-parallel ranks ({self._layout or 'whole'} "
-                f"layout) has position {ids[wrong[0]].item()}"
-            )
-        agree(_NAME, ends, None if failure else {}, failure, positions.device)
-        return PackedTokens(documents=torch.tensor(borders), layout=layout)
+def _packed(positions: Tensor, cp: Any, name: str | None) -> PackedTokens:
+    """The documents that begin where the positions of all ranks restart."""
+    ends = resolve_exchange(cp)
+    ids = positions.detach().cpu()
+    total, held = len(ids) * ends.world_size, torch.arange(len(ids))
+    layout: SequenceLayout | None = None
+    if ends.world_size > 1:
+        assert name is not None
+        layout = SequenceLayout.named(name, total, ends.world_size, is_causal=True)
+        held = layout.positions(ends.rank, device=ids.device)
+    agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
+    begun = held[ids == 0].tolist()
+    with ends.calls.enter(_NAME, "positions"):
+        starts = set(chain.from_iterable(ends.share(begun)))
+    borders = [*sorted({0, *starts}), total]
+    wrong = (ids != document_positions(held, borders)).nonzero().flatten().tolist()
+    failure = None
+    if wrong:
+        failure = ValueError(
+            "positions must count up from 0 in every document; token "
+            f"{held[wrong[0]].item()} of all context-parallel ranks ({name or 'whole'} "
+            f"layout) has position {ids[wrong[0]].item()}"
+        )
+    agree(_NAME, ends, None if failure else {}, failure, positions.device)
+    return PackedTokens(documents=torch.tensor(borders), layout=layout)

@@ -21,8 +21,8 @@ or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), g
 checkpointing. Everything else that attention is given is refused.
 
 ``save_pretrained`` keeps the pattern in ``config.json``, and ``from_pretrained`` restores it where
-this module is imported; elsewhere transformers refuses the model's ``attn_implementation``. To make
-that so, importing this module wraps ``PreTrainedModel.post_init``.
+this module is imported (it wraps ``PreTrainedModel.post_init``); elsewhere transformers refuses the
+model's ``attn_implementation``.
 
 ``generate`` works as it is, with a `DilatedCache`. On several ranks each of them calls it with the
 whole prompt, which is sharded inside, and gets the same tokens; to sample, seed all ranks alike:
@@ -33,20 +33,17 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..exchange import Group, one_group, resolve_exchange
-from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import Schedule, check_options
 from ..parallel import comparing
@@ -56,21 +53,17 @@ from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_call import (
     SETTINGS,
     Call,
-    Labels,
+    Head,
     Settings,
-    agree_on_loss,
     by_name,
-    check_call,
     is_cached,
     layout_in_words,
-    pattern_of_heads,
     prepared,
-    rounded_count,
 )
 from .transformers_call import shard_batch as shard_batch  # offered here
 from .transformers_generate import (
     CachedCall,
-    attend_with_cache,
+    attended,
     prepare_cache_for_generation,
     prepared_with_cache,
     restored,
@@ -79,9 +72,9 @@ from .transformers_support import (
     HARMLESS,
     NAME,
     Positions,
+    check_arguments,
     check_model,
     erase,
-    learns_next,
     saved,
     takes_images,
     with_embeddings,
@@ -101,7 +94,7 @@ __all__ = [
     "shard_batch",
 ]
 
-_PREPARE_CACHE = "_prepare_cache_for_generation"  # of a model: where ``generate`` makes a cache
+_PREPARE_CACHE = "_prepare_cache_for_generation"  # of a model: by which ``generate`` makes a cache
 _HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` takes away
 
 
@@ -160,49 +153,40 @@ def set_attention(
     group = one_group(group, mesh)
     ranks = resolve_exchange(group).world_size
     model = without_adapters(model, ranks)
+    name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         parts = model.children() if isinstance(model, nn.Module) else ()
         held = [type(x).__name__ for x in parts if isinstance(x, PreTrainedModel)]
         around = f" around a {held[0]}: call set_attention before it is wrapped" if held else ""
-        raise TypeError(
-            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}{around}"
-        )
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {name}{around}")
     pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
-        raise ValueError(
-            f"pattern must be given: the config of this {type(model).__name__} holds none"
-        )
+        raise ValueError(f"pattern must be given: the config of this {name} holds none")
     check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
+    heads = None if head_slice is None else check_head_slice(head_slice)
     base: Any = without_head(model)
     check_model(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if base.config._attn_implementation != NAME:
         raise ValueError(
-            f"{type(model).__name__} does not take its attention from transformers' "
-            f"AttentionInterface; its attn_implementation stays {base.config._attn_implementation}"
+            f"{name} does not take its attention from transformers' AttentionInterface; its "
+            f"attn_implementation stays {base.config._attn_implementation}"
         )
     _remove_hooks(model)
-    settings = Settings(
-        *(pattern, group, layout, exchange, backend),
-        head_slice=None if head_slice is None else check_head_slice(head_slice),
-        positions=Positions.of(base),
-    )
-    _tell(model, settings)
+    positions = Positions.of(base)
+    _tell(model, Settings(pattern, group, layout, exchange, backend, heads, positions))
+    before, behind = [(base, _before_base)], [(base, _after_base)]
     if takes_images(base):
-        handles = [base.register_forward_pre_hook(_before_images, with_kwargs=True)]
-        if ranks > 1:
-            handles.append(with_embeddings(base).embeddings.register_forward_hook(_shard_images))
-    else:
-        handles = [
-            base.register_forward_pre_hook(_before_base, with_kwargs=True),
-            base.register_forward_hook(_after_base, with_kwargs=True),
-        ]
-        if base is not model:
-            handles.append(model.register_forward_pre_hook(_before_head, with_kwargs=True))
-            handles.append(model.register_forward_hook(_after_head, with_kwargs=True))
+        before, behind = [(base, _before_images)], []
+        behind += [(with_embeddings(base).embeddings, _shard_images)] if ranks > 1 else []
+    elif base is not model:
+        before.append((model, _before_head))
+        behind.append((model, _after_head))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
+    handles: list[Any] = [x.register_forward_pre_hook(f, with_kwargs=True) for x, f in before]
+    handles += [x.register_forward_hook(f, with_kwargs=True) for x, f in behind]
     setattr(model, _HOOKS, handles)
     write(model.config, pattern)
 
@@ -254,15 +238,13 @@ def remove_attention(
 
 def _settings_of(model: nn.Module) -> Settings:
     if not hasattr(model, _HOOKS):
-        raise ValueError(
-            f"call set_attention first, with this very {type(model).__name__}; it was not called"
-        )
+        raise ValueError(f"call set_attention first, with this very {type(model).__name__}")
     settings: Settings = getattr(model, SETTINGS)
     return settings
 
 
 def _holders(model: Any) -> list[Any]:
-    """The modules that have the settings; of images all: nothing goes from call to attention."""
+    """Modules that get the settings: of images all, since no call is handed down to attention."""
     base = without_head(model)
     return [model, *base.modules()] if takes_images(base) else [model, base]
 
@@ -288,22 +270,21 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | str | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in a layer.
+    """Attention of a layer, as transformers calls it.
 
     Args:
         module: the attention module; its ``is_causal`` counts where the argument is None.
         query: this rank's shard, (batch, heads, local_sequence, head_dim); tokens behind what a KV
             cache has are whole on every rank.
         key: (batch, kv_heads, local_sequence, head_dim).
-        value: like `key`; in calls without a KV cache rows may be narrower (DeepSeek's latent
-            attention): they are padded with zeros, which takes as long as if they were not.
-        attention_mask: must be None: the model's hook has turned it into lengths.
+        value: like `key`; without a KV cache rows may be narrower (DeepSeek's latent attention).
+        attention_mask: of `attention_mask`; the model's hook has turned padding into lengths.
         dropout: must be 0.
         scaling: factor on the scores; None: head_dim ** -0.5.
         is_causal: whether a query sees only keys at positions <= its own.
@@ -317,8 +298,7 @@ def attention_forward(
     """
     call = kwargs.pop(NAME, None)
     own: Any = getattr(module, SETTINGS, None)  # of a model of images
-    if call is None and own is not None:
-        call = Call(own)
+    call = Call(own, own.layout) if call is None and own is not None else call
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}: call "
@@ -335,7 +315,7 @@ def attention_forward(
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
         why = f"dilated attention does not support {got}; leave it out, or pass None"
-    elif attention_mask is not None:
+    elif not isinstance(attention_mask, str | None):
         why = (
             "a mask must be a right padding, given to the model as a 2-D attention_mask; got "
             f"{type(attention_mask).__name__} of shape "
@@ -353,54 +333,20 @@ def attention_forward(
         )
     elif causal is None:
         why = "attention must have is_causal, or be given it; got None"
+    elif attention_mask is not None and attention_mask != _MASKS[not causal]:
+        why = (
+            f"the layer has is_causal={causal}, but its model asks for a {attention_mask} mask, so "
+            "that transformers' own eager and sdpa attention differ: use a config whose layers "
+            "and masks agree (is_causal and use_bidirectional_attention decide it)"
+        )
     if why:
         raise ValueError(f"{why} (in {type(module).__name__})")
-    _check_asked(module, bool(causal))
-    if isinstance(call, CachedCall):
-        return _attend_untraced(call, module, (query, key, value), causal, scaling), None
-    settings, width = call.settings, value.shape[3]
-    missing = max(0, query.shape[3] - width)
-    out = dilated_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        (F.pad(value, (0, missing)) if missing else value).transpose(1, 2),
-        pattern_of_heads(module, settings, query.shape[1], key.shape[1]),
-        is_causal=bool(causal),
-        scale=scaling,
-        documents=call.documents,
-        lengths=call.lengths,
-        group=settings.group,
-        layout=settings.layout,
-        exchange=settings.exchange,
-        backend=settings.backend,
-    )
-    return out[..., :width] if missing else out, None
+    attend = attended if call.cache is None else _attended_untraced
+    return attend(call, module, (query, key, value), bool(causal), scaling), None
 
 
-_ASKED = threading.local()
-"""``masks``: by the id of a config, which a call asked for: True is causal, False bidirectional."""
-
-
-def _check_asked(module: nn.Module, is_causal: bool) -> None:
-    """Raise a ValueError if the model has asked for the other mask only.
-
-    Compiled code and recomputation in another thread have no note of masks and are not checked.
-    """
-    if torch.compiler.is_compiling():
-        return
-    asked = getattr(_ASKED, "masks", {}).get(id(getattr(module, "config", None)))
-    if asked and is_causal not in asked:
-        mask = "bidirectional" if is_causal else "causal"
-        raise ValueError(
-            f"{type(module).__name__} has is_causal={is_causal}, but its model asks for a {mask} "
-            "mask, so that transformers' own eager and sdpa attention differ: use a config whose "
-            "layers and masks agree (is_causal and use_bidirectional_attention decide it)"
-        )
-
-
-def _forget_asked() -> None:
-    if not torch.compiler.is_compiling():
-        _ASKED.masks = {}
+_MASKS = ("causal", "bidirectional")
+"""What `attention_mask` returns, by name: attention compares it with `is_causal` of the layer."""
 
 
 def attention_mask(
@@ -413,8 +359,8 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
     **others: Any,
-) -> None:
-    """What transformers calls to make a mask; without it, it would drop masks in silence.
+) -> str:
+    """The name of a mask, where transformers makes one; without it, it would drop masks in silence.
 
     Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
     hook has seen. Any other mask is refused here.
@@ -439,9 +385,7 @@ def attention_mask(
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
             f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
         )
-    if others.get("config") is not None and not torch.compiler.is_compiling():
-        masks = vars(_ASKED).setdefault("masks", {})
-        masks.setdefault(id(others["config"]), set()).add(mask_function is causal_mask_function)
+    return _MASKS[mask_function is bidirectional_mask_function]
 
 
 # --- hooks
@@ -452,20 +396,19 @@ def _untraced(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
-_attend_untraced = _untraced(attend_with_cache)
+_attended_untraced = _untraced(attended)
 _prepared_untraced = _untraced(prepared)
 _prepared_with_cache_untraced = _untraced(prepared_with_cache)
 _restored_untraced = _untraced(restored)
-_agree_on_loss_untraced = _untraced(agree_on_loss)
 
 
 def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a decoder or encoder: its arguments, by name."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
-    _forget_asked()
     if is_cached(given):
-        return (), _prepared_with_cache_untraced(module, settings, given)
-    prepare = prepared if settings.group is None else _prepared_untraced
+        prepare = _prepared_with_cache_untraced
+    else:
+        prepare = prepared if settings.group is None else _prepared_untraced
     return (), prepare(module, settings, given)
 
 
@@ -478,54 +421,53 @@ def _after_base(
 
 
 def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a head: checks its loss, and says of how many columns it needs hidden states."""
+    """Before a head: gives the model under it a `Head`, where ranks or a cache need one."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
-    if settings.group is not None:
-        _agree_on_loss_untraced(type(module).__name__, settings, given)
-    elif failure := rounded_count(given):
-        raise failure
-    if is_cached(given):
-        kept = given.get("logits_to_keep")
-        # A negative number, or a tensor, may name any column: the head chooses among all of them.
-        return args, {**kwargs, NAME: kept if isinstance(kept, int) and kept > 0 else 0}
-    alone = settings.group is None or resolve_exchange(settings.group).world_size == 1
-    if alone or given.get("labels") is None or learns_next(type(module).__name__):
+    ranks = 1 if settings.group is None else resolve_exchange(settings.group).world_size
+    head = Head.of(module, given, ranks)
+    if ranks == 1 and head.failure is not None:
+        raise head.failure
+    if ranks == 1 and not is_cached(given):
         return None
+    if head.labels is None:
+        return args, {**kwargs, NAME: head}
     # Heads of tokens other than causal ones divide by the labels of a shard: `_after_head` does it.
-    labels = Labels(given["labels"], given["num_items_in_batch"])
-    return (), {**given, "labels": None, "num_items_in_batch": None, NAME: labels}
+    return (), {**given, "labels": None, "num_items_in_batch": None, NAME: head}
 
 
 def _after_head(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Behind a head: the loss, where `_before_head` has taken the labels out."""
-    labels = kwargs.get(NAME)
-    if not isinstance(labels, Labels):
+    head = kwargs.get(NAME)
+    if not isinstance(head, Head):
         return None
-    output.loss = labels.loss(output.logits)
+    if head.failure is not None:  # of a head that keeps its keyword arguments for itself
+        raise head.failure
+    if head.labels is not None:
+        output.loss = head.loss(output.logits)
     return output
 
 
 def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a model of images: refuses what would be ignored; ranks compare their images."""
     given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
-    _forget_asked()
     ends = resolve_exchange(settings.group)
     with comparing(type(module).__name__, ends) as compared:
-        check_call(module, given, ends.world_size, "images")
+        check_arguments(module, given, settings.pattern, ends.world_size, "images")
         compared.update({k: x for k, x in given.items() if isinstance(x, Tensor | bool)})
         compared["layout"] = layout_in_words(settings.layout)
 
 
-def _shard_images(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def _shard_images(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
     """Behind the embeddings: this rank's tokens, (batch, local_sequence, hidden)."""
     settings: Any = getattr(module, SETTINGS)
     ends, tokens, layout = resolve_exchange(settings.group), output.shape[1], settings.layout
     if layout is None and tokens % ends.world_size == 0:
         layout = SequenceLayout.contiguous(tokens, ends.world_size)
-    held = (layout.length, layout.world_size) if layout else None
-    if layout is None or held != (tokens, ends.world_size):
+    if layout is None or (layout.length, layout.world_size) != (tokens, ends.world_size):
         raise ValueError(  # on every rank: all have the same images and layout
             f"an image has {tokens} tokens, a class token included, on {ends.world_size} ranks: "
             f"set_layout(model, SequenceLayout.contiguous({tokens}, {ends.world_size})); got "

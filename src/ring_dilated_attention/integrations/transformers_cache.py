@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,38 +23,26 @@ from .transformers_support import other_layers
 
 
 class _Layer:
-    """One attention layer's part of a `DilatedCache`, which does what transformers' layers do.
-
-    Attributes:
-        kv: the rows that later positions can be shown; None before the first prompt.
-    """
+    """One attention layer's part of a `DilatedCache`, with the flags of transformers' layers."""
 
     is_sliding = is_compileable = supports_early_init = False
 
-    def __init__(self) -> None:
-        self.kv: DilatedKVCache | None = None
+    def __init__(self, kv: DilatedKVCache) -> None:
+        self.kv = kv
 
     @property
     def is_croppable(self) -> bool:
         """Whether positions can be taken back."""
-        return self.kv is not None and self.kv.plan.max_rewind > 0
+        return self.kv.plan.max_rewind > 0
 
 
-ASSISTED_REWIND = 64
-"""Positions that a cache lets assisted generation take back at a time, unless it is made with more:
-transformers proposes 20 by default, and its heuristic schedule two more after each success."""
+ASSISTED_REWIND = 256
+"""Positions that assisted generation may take back at a time, unless a cache is made with more.
+transformers proposes 20 by default, an assistant model as many as its own configuration says."""
 
 _GROWTH = 1.5
-"""A cache that nobody told how long documents become makes room for this many times what it needs:
-few copies, and at most half too much."""
-
-
-class _Pending(NamedTuple):
-    """What `update` was given and no attention has taken yet."""
-
-    layer: int
-    key: Tensor
-    value: Tensor
+"""A cache of unknown length makes room for this many times what it needs: few copies, and at most
+half too much."""
 
 
 class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
@@ -67,8 +54,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     call its `reset`.
 
     A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
-    with a segment length of None keeps n / r rows. The rows may be padded on the left, as
-    transformers pads prompts to generate, or on the right: padding is not kept.
+    with a segment length of None keeps n / r rows. Prompts of different lengths are padded on the
+    left; padding is not kept.
 
     On the ranks of a group every rank makes the same calls with the same whole input, and a cache
     of its own. The prompt is sharded over the ranks; what comes later every rank computes.
@@ -79,7 +66,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             None, the default: half as many again as the prompt. Longer documents make it grow, up
             to what the pattern keeps; ``generate`` reserves what it may need.
         max_rewind: the most positions that `crop` takes back at a time; 0 by default. Assisted
-            generation makes it 64 at least, and 256 with an assistant model.
+            generation makes it 256 at least.
         sharded: whether the ranks share the rows; else each keeps them all. None, the default:
             from 128 MiB a layer on.
 
@@ -124,16 +111,15 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         self._sharded = sharded
         self._columns = 0
         self._lengths: list[int] = []
-        self.valid: Tensor | None = None  # (batch, columns) of a padded prompt
-        self._pending: _Pending | None = None
-        self._updated: set[int] | None = None  # layers, during a call
+        self._is_called = False  # by a model with set_attention
+        self._pending: tuple[int, Tensor, Tensor] | None = None  # of `update`, till attention comes
 
-    # What there is.
+    # State.
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all layers on this rank."""
-        return sum(kv.nbytes for kv in self._caches())
+        return sum(layer.kv.nbytes for layer in self.layers)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -147,7 +133,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     @property
     def described(self) -> str:
-        """What must be equal on all ranks of a group."""
+        """The state that must be equal on all ranks of a group."""
         return (
             f"{self.settings.pattern}, {self._columns} columns, lengths {self._lengths}, "
             f"max_length={self._room}, max_rewind={self._max_rewind}, sharded={self._sharded}"
@@ -168,7 +154,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
-    # What becomes of it.
+    # Changes.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -186,25 +172,14 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             The two tensors themselves.
 
         Raises:
-            ValueError: the layer was updated before in this call, or another one is not done; or
-                the model has no `set_attention`.
+            ValueError: the model has no `set_attention`.
         """
-        why = ""
-        if self._updated is None:
-            why = (
+        if not self._is_called:
+            raise ValueError(
                 "a DilatedCache is for the model with set_attention that it was made for; this one "
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
             )
-        elif layer_idx in self._updated or self._pending is not None:
-            why = (
-                f"layer {layer_idx} updates the KV cache again, or before layer "
-                f"{self._pending and self._pending.layer} has attended: a DilatedCache is for "
-                "models whose layers update and attend once each"
-            )
-        if self._updated is None or why:
-            raise ValueError(why)
-        self._updated.add(layer_idx)
-        self._pending = _Pending(layer_idx, key_states, value_states)
+        self._pending = layer_idx, key_states, value_states
         return key_states, value_states
 
     def reserve(self, max_length: int) -> None:
@@ -214,14 +189,13 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             max_length: positions, those so far included.
         """
         self._room = max(self._room, check_positive_int("max_length", max_length))
-        for kv in self._caches():
-            kv.reserve(self._room)
+        for layer in self.layers:
+            layer.kv.reserve(self._room)
 
     def reset(self) -> None:
         """Drop everything: the next call brings a new prompt, of any batch."""
-        for kv in self._caches():
-            kv.reset()
-        self._columns, self._lengths, self.valid = 0, [], None
+        self.layers: list[_Layer] = []
+        self._columns, self._lengths = 0, []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest columns, as assisted generation does with candidates it rejects.
@@ -234,38 +208,36 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         """
         given = check_int("tokens_to_remove", tokens_to_remove)
         count = max(0, self._columns - given) if given > 0 else -given
-        if count == 0:
-            return
-        stay, most = self._columns - count, min(self._columns, self._max_rewind)
+        most = min([self._max_rewind, *self._lengths])
         if count > most:
             raise ValueError(
                 f"at most {most} of {self._columns} columns can be taken back (max_rewind is "
-                f"{self._max_rewind}); got {count}. For an assistant model set "
-                "num_assistant_tokens_schedule = 'constant' in its generation_config"
+                f"{self._max_rewind}, and padding is not kept); got {count}. For an assistant "
+                "model set num_assistant_tokens_schedule = 'constant' in its generation_config"
             )
-        if self.valid is not None and not bool(self.valid[:, stay:].all()):
-            raise ValueError(
-                f"of the newest {count} columns some are padding, which was not kept and cannot be "
-                "taken back: reset() the cache and begin anew"
-            )
-        for kv in self._caches():
-            kv.rewind(count)
-        self.valid = None if self.valid is None else self.valid[:, :stay]
-        self._columns, self._lengths = stay, [n - count for n in self._lengths]
+        for layer in self.layers if count else ():
+            layer.kv.rewind(count)
+        self._columns, self._lengths = self._columns - count, [n - count for n in self._lengths]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the batch of these rows of it, as beam search does: 1-D ints."""
-        self._select(int(row) for row in beam_idx.tolist())
+        self._select([int(row) for row in beam_idx.tolist()])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Make the batch of these rows of it: 1-D ints, or a mask of bools."""
         if indices.dtype == torch.bool:
             indices = torch.arange(len(self._lengths), device=indices.device)[indices]
-        self._select(int(row) for row in indices.tolist())
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times, the copies next to each other."""
-        self._select(row for row in range(len(self._lengths)) for _ in range(repeats))
+        self._select([row for row in range(len(self._lengths)) for _ in range(repeats)])
+
+    def _select(self, rows: list[int]) -> None:
+        if self._columns and rows != list(range(len(self._lengths))):
+            for layer in self.layers:
+                layer.kv.select(rows)
+            self._lengths = [self._lengths[row] for row in rows]
 
     def activate_past_recording(self) -> None:
         """Make `crop` possible, as assisted generation asks.
@@ -283,9 +255,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     # A call of the model: `start`, then `update`, `taken` and `of_layer` for each, then `finish`.
 
-    def check_start(self) -> None:
-        """Raise a ValueError unless all layers have what the cache says."""
-        known = {kv.known_lengths for kv in self._caches()}
+    def check_layers(self) -> None:
+        """Raise a ValueError unless all layers have rows as the cache says."""
+        known = {layer.kv.known_lengths for layer in self.layers}
         if self._columns and known != {self.lengths}:
             raise ValueError(
                 "an earlier call of the model with this cache failed, so its layers have "
@@ -294,44 +266,30 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def start(self, after: list[int]) -> None:
         """Begin a call of the model, after which the rows of the batch have these lengths."""
-        self._pending, self._updated = None, set()
+        self._pending, self._is_called = None, True
+        if not self._columns:
+            self.layers = []
         if max(after) > self._room:
             self.reserve(math.ceil(_GROWTH * max(after)))
 
     def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
         """The layer whose update has just returned these very tensors; else a ValueError."""
         pending, self._pending = self._pending, None
-        if pending is None or pending.key is not key or pending.value is not value:
+        if pending is None or pending[1] is not key or pending[2] is not value:
             raise ValueError(
                 f"the keys and values in {type(module).__name__} are not what its update of the KV "
                 "cache returned: models that change or repeat them after the update, or share them "
                 "between layers, have no DilatedCache, nor has gradient checkpointing in training "
                 "mode; pass use_cache=False"
             )
-        return pending.layer
+        return pending[0]
 
     def of_layer(self, layer_idx: int, rows: Tensor, pattern: DilatedPattern) -> DilatedKVCache:
-        """The cache of a layer with this pattern; for a prompt a new one, where none fits.
-
-        `rows` are the keys that are attended to, (batch, m, kv_heads, head_dim).
-        """
-        while len(self.layers) <= layer_idx:
-            self.layers.append(_Layer())
-        layer = self.layers[layer_idx]
-        batch, _, kv_heads, head_dim = rows.shape
-        kv: DilatedKVCache | None = layer.kv
-        if not self._columns and kv is not None:
-            held = (*kv.keys.shape[::2], kv.plan.num_kv_heads, kv.keys.dtype, kv.keys.device)
-            wanted = (batch, head_dim, kv_heads, rows.dtype, rows.device)
-            is_other = held != wanted or kv.plan.pattern != pattern
-            if is_other or kv.plan.max_rewind < self._max_rewind:
-                kv = None
-        if kv is None:
-            kv = layer.kv = DilatedKVCache(
-                pattern,
-                batch,
-                kv_heads,
-                head_dim,
+        """The cache of a layer, made for its first keys, (batch, m, kv_heads, head_dim)."""
+        if layer_idx == len(self.layers):
+            batch, _, kv_heads, head_dim = rows.shape
+            kv = DilatedKVCache(
+                *(pattern, batch, kv_heads, head_dim),
                 max_length=self._room,
                 max_rewind=self._max_rewind,
                 dtype=rows.dtype,
@@ -339,42 +297,27 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 group=self.settings.group,
                 sharded=self._sharded,
             )
-        return kv
+            self.layers.append(_Layer(kv))
+        found: DilatedKVCache = self.layers[layer_idx].kv
+        return found
 
-    def finish(self, after: list[int], columns: int, valid: Tensor | None) -> None:
-        """Note what a call has added, see `CachedCall`; a ValueError if a layer differs."""
-        self._updated = None
-        known = {kv.known_lengths for kv in self._caches()}
-        if self._pending is not None or known != {tuple(after)}:
+    def finish(self, after: list[int], columns: int) -> None:
+        """Note that a call has added columns; a ValueError if a layer has other rows."""
+        self._is_called = False
+        known = {layer.kv.known_lengths for layer in self.layers}
+        if known != {tuple(after)}:
             raise ValueError(
                 f"layers have added different numbers of rows to the KV cache, {sorted(known)}, "
                 f"where {tuple(after)} were expected: a DilatedCache is for models whose layers "
-                "update it once in each call"
+                "update their cache once in each call"
             )
-        if not self._columns:
-            self.valid = valid
         self._columns, self._lengths = self._columns + columns, list(after)
-
-    def _caches(self) -> Iterable[DilatedKVCache]:
-        return (layer.kv for layer in self.layers if layer.kv is not None)
-
-    def _select(self, rows: Iterable[int]) -> None:
-        found = list(rows)
-        if found == list(range(len(self._lengths))) or not self._columns:
-            return
-        for kv in self._caches():
-            kv.select(found)
-        self._lengths = [self._lengths[row] for row in found]
-        if self.valid is not None:
-            self.valid = self.valid[torch.tensor(found, device=self.valid.device)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DilatedCache:
         """A copy with rows of its own, of the same ranks: to go on from one prompt twice."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
-        copied.layers = [copy.copy(layer) for layer in self.layers]
-        for layer in copied.layers:
-            layer.kv = copy.deepcopy(layer.kv, memo)
+        copied.layers = [_Layer(copy.deepcopy(layer.kv, memo)) for layer in self.layers]
         copied._lengths = list(self._lengths)
         return copied
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..documents import as_ints, document_borders, in_words
-from ..exchange import Exchange, Group, agree, resolve_exchange, together
+from ..exchange import Exchange, Group, resolve_exchange, together
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
@@ -30,28 +30,26 @@ from .transformers_support import (
     NAME,
     Positions,
     check_arguments,
-    check_loss,
-    check_same_pattern,
+    learns_next,
     rotates_in_dimensions,
 )
 
-SETTINGS = "_ring_dilated_attention"
-"""The attribute of a model that holds its `Settings`."""
+SETTINGS = "_ring_dilated_attention"  # of a model: its `Settings`
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `set_attention` was called with, see there; and which positions the model numbers."""
+    """Arguments of `set_attention`, see there; and the positions by which the model numbers."""
 
     pattern: DilatedPattern
-    group: Group
-    layout: SequenceLayout | None
-    exchange: Schedule
-    backend: Backend
+    group: Group = None
+    layout: SequenceLayout | None = None
+    exchange: Schedule = "auto"
+    backend: Backend = "auto"
     head_slice: HeadSlice | None = None
     positions: Positions = ANY_POSITIONS
     counted: set[str] = field(default_factory=set, compare=False)
-    """Has ``num_items_in_batch`` once a call had one."""
+    """Has ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -59,31 +57,21 @@ class Settings:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of the model hands to each of its attention modules.
-
-    Attributes:
-        settings: of the model.
-        documents: cumulative lengths; None: one document.
-        lengths: valid positions of each row of the batch; None: all.
-    """
+    """Arguments of one call of the model for each of its attention modules."""
 
     settings: Settings
-    documents: list[int] | None = None
-    lengths: list[int] | None = None
+    layout: SequenceLayout | None = None
+    documents: list[int] | None = None  # cumulative lengths; None: one document
+    lengths: list[int] | None = None  # valid positions of each row of the batch; None: all
+    cache: Any = None  # a `DilatedCache`
 
 
 class Rows(NamedTuple):
-    """This rank's part of the input.
-
-    Attributes:
-        batch: rows of the batch.
-        positions: the global position of each local one, int64, shape (local_sequence,).
-        total: number of positions of the whole sequence.
-    """
+    """This rank's part of the input."""
 
     batch: int
-    positions: Tensor
-    total: int
+    positions: Tensor  # in the sequence, of each local one: int64, (local_sequence,)
+    total: int  # positions of the whole sequence
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +80,8 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def cache_name(module: nn.Module) -> str:
-    """What a model's forward calls its KV cache, one of `CACHE_NAMES`."""
-    names = inspect.signature(module.forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
+    """The name of the KV cache in a model's forward, one of `CACHE_NAMES`."""
+    return CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(module.forward).parameters]
 
 
 def cache_of(given: dict[str, Any]) -> Any:
@@ -125,12 +112,6 @@ def inputs_of(given: dict[str, Any]) -> Tensor:
     return inputs
 
 
-def check_call(module: Any, given: dict[str, Any], ranks: int, *calls: str) -> None:
-    """Raise for what no call supports, see `check_arguments`, and for a shared config."""
-    check_arguments(module, given, ranks, *calls)
-    check_same_pattern(module.config, getattr(module, SETTINGS).pattern)
-
-
 def layout_in_words(layout: SequenceLayout | None) -> str | None:
     """A layout, so that ranks can compare theirs."""
     return None if layout is None else f"{layout!r} ({layout.digest[:8]})"
@@ -145,54 +126,57 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     supported, and ranks that differ, are errors on every rank.
     """
     ends, layout = resolve_exchange(settings.group), settings.layout
-    name = type(module).__name__
-    mask, ids = given.get("attention_mask"), given.get("position_ids")
-    with together(name, ends, device_of(given)) as agreed:
-        check_call(module, given, ends.world_size)
+    name, first = type(module).__name__, settings.positions.first
+    mask, ids, head = (given.get(key) for key in ("attention_mask", "position_ids", NAME))
+    text_ids, counted = ids, {} if head is None else head.counted(settings.counted)
+    if rotates_in_dimensions(module) and isinstance(ids, Tensor) and ends.world_size == 1:
+        # M-RoPE: the first of four dimensions is that of the text, three have none of it.
+        text_ids = {3: None, 4: ids[0]}.get(len(ids), ids) if ids.dim() == 3 else ids
+    with together(name, ends, device_of(given), advice=_ADVICE if counted else "") as agreed:
+        if head is not None and head.failure is not None:
+            raise head.failure
+        check_arguments(module, given, settings.pattern, ends.world_size)
         rows = _rows(given, ends, layout)
-        text_ids = _ids_of_text(module, ids, ends)
         check_ids(text_ids, rows)
         padding = check_padding(mask, rows)
         borders = _given_borders(given, rows)
         _check_positions(name, settings.positions, given, rows, padding)
-        shard = f"None (a shard of {len(rows.positions)} positions)"
         agreed.on(
             {
                 "use_cache": False,
                 "batch": rows.batch,
-                "layout": layout_in_words(layout) or shard,
+                "layout": layout_in_words(layout) or f"shards of {len(rows.positions)} positions",
                 "attention_mask": "None" if mask is None else "given",
                 "position_ids": "None" if ids is None else "given",
                 "cu_seq_lens_q": "None" if borders is None else "given",
+                **counted,
             }
         )
-    lengths = _lengths(name, padding, rows, layout, ends)
-    first, documents = settings.positions.first, borders
+    lengths, documents = _lengths(name, padding, rows, layout, ends), borders
     if text_ids is not None:
-        documents = _documents(name, text_ids, rows, lengths, ends, first)
-        if borders is not None and documents not in (None, borders):
+        restarts = _documents(name, text_ids, rows, lengths, ends, first)
+        if borders is not None and restarts not in (None, borders):
             raise ValueError(  # alike on every rank
                 "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
-                f"{in_words(borders)} and {in_words(documents or ())}"
+                f"{in_words(borders)} and {in_words(restarts or ())}"
             )
-        documents = borders or documents
-    elif ids is None and not _has_all_in_order(ends, layout):
+        documents = borders or restarts
+    elif ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1)):
         # A model that has all tokens in order knows best: it may skip padding, wherever that is.
-        ids = rows.positions[None] + first
+        ids = rows.positions[None] + first if ids is None else ids
     if borders is not None and lengths is not None:
         raise ValueError(
             "cu_seq_lens_q is for batches without padding; got an attention_mask of "
             f"{lengths[0]} valid positions of {rows.total}"
         )
     if mask is None:
-        shape = rows.batch, len(rows.positions)
-        mask = torch.ones(shape, dtype=torch.bool, device=rows.positions.device)
+        mask = rows.positions.new_ones(rows.batch, len(rows.positions), dtype=torch.bool)
     return {
         **{key: value for key, value in given.items() if key not in _WHOLE},
         "position_ids": ids,
         "attention_mask": mask,
         "use_cache": False,
-        NAME: Call(settings, documents, lengths),
+        NAME: Call(settings, layout, documents, lengths),
     }
 
 
@@ -205,31 +189,11 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
             f"got input of shape {tuple(inputs.shape)}"
         )
     if layout is None:
-        first = ends.rank * length
-        positions = torch.arange(first, first + length, device=inputs.device)
+        positions = torch.arange(length, device=inputs.device) + ends.rank * length
         return Rows(batch, positions, length * ends.world_size)
     held = f"got input of shape {tuple(inputs.shape)} (set_layout sets another layout)"
     layout.check_shard(ends.rank, ends.world_size, length, held)
     return Rows(batch, layout.positions(ends.rank, device=inputs.device), layout.length)
-
-
-def _has_all_in_order(ends: Exchange, layout: SequenceLayout | None) -> bool:
-    """Whether this process has the whole sequence in its order: a model can number it by itself."""
-    whole = layout is None or layout == SequenceLayout.contiguous(layout.length, 1)
-    return ends.world_size == 1 and whole
-
-
-def _ids_of_text(module: Any, ids: Any, ends: Exchange) -> Any:
-    """Position ids that tell documents: those given, or of several dimensions those of the text.
-
-    On one process a model of rotations in several dimensions (M-RoPE) also takes (3, batch,
-    sequence), of which none are the text's, or (4, batch, sequence), of which the first are.
-    """
-    if not isinstance(ids, Tensor) or ids.dim() != 3 or ends.world_size > 1:
-        return ids
-    if not rotates_in_dimensions(module) or len(ids) not in (3, 4):
-        return ids
-    return ids[0] if len(ids) == 4 else None
 
 
 def check_ids(ids: Any, rows: Rows) -> None:
@@ -241,13 +205,10 @@ def check_ids(ids: Any, rows: Rows) -> None:
         raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
     length = len(rows.positions)
     if tuple(ids.shape) not in ((1, length), (rows.batch, length)):
-        more = (
-            " (positions in several dimensions are supported for models with M-RoPE, on one "
-            "process without a KV cache: use_cache=False)"
-        )
         raise ValueError(
             f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
-            f"{(1, length)}; got {tuple(ids.shape)}{more if ids.dim() == 3 else ''}"
+            f"{(1, length)}; got {tuple(ids.shape)} (positions in several dimensions are supported "
+            "for models with M-RoPE, on one process without a KV cache: use_cache=False)"
         )
 
 
@@ -255,25 +216,22 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     """The mask of the rows, checked, True where a position is padding; None without a mask."""
     if mask is None:
         return None
-    wanted = "(batch, local_sequence), 1 where a position is valid"
+    shape = rows.batch, len(rows.positions)
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor {wanted}; got {type(mask).__name__}")
-    # peft's prompt tuning makes floats of a mask, and its virtual tokens come first.
-    additive = mask.is_floating_point() and not bool((mask[..., :1] == 1).all())
-    if mask.dim() != 2 or additive:
+        raise TypeError(f"attention_mask must be a tensor {shape}; got {type(mask).__name__}")
+    if mask.shape != shape:
         raise ValueError(
-            f"attention_mask must be bool or ints, {wanted}; other masks have no dilated "
-            f"attention. Got {mask.dtype}, shape {tuple(mask.shape)}"
+            f"attention_mask must have shape (batch, local_sequence), {shape}, 1 where a position "
+            f"is valid; other masks have no dilated attention. Got shape {tuple(mask.shape)}"
         )
-    if mask.shape != (rows.batch, len(rows.positions)):
+    other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else mask[:0]
+    # An additive mask is 0 where a position is valid; peft's prompt tuning makes floats of a mask.
+    additive = mask.is_floating_point() and not bool((mask[:, :1] == 1).all())
+    if other.numel() or additive:
+        got = other.flatten()[0].item() if other.numel() else f"{mask.dtype} that begin with 0"
         raise ValueError(
-            f"attention_mask must have shape (batch, local_sequence), "
-            f"{(rows.batch, len(rows.positions))}; got {tuple(mask.shape)}"
-        )
-    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
-        raise ValueError(
-            "attention_mask must hold 0 and 1 only (documents are told by position_ids that "
-            f"restart at 0); got {mask[(mask != 0) & (mask != 1)][0].item()}"
+            "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
+            f"told by position_ids that restart at 0); got {got}"
         )
     return mask.to(rows.positions.device) == 0
 
@@ -314,9 +272,7 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
     borders = as_ints("cu_seq_lens_q", query)
     if borders != as_ints("cu_seq_lens_k", key):
-        raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k must be equal: queries are those of all keys"
-        )
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal")
     if rows.batch != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
     try:
@@ -339,19 +295,17 @@ def _documents(
     ids = ids.to(rows.positions.device).expand(rows.batch, -1) - first
     begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
     with ends.calls.enter(name, "position_ids"):
-        everyone = ends.share(begun)
-    starts, stop = sorted(set(chain.from_iterable(everyone))), int(max(lengths or [rows.total]))
-    borders = [*starts, stop] if starts[:1] == [0] else [0, *starts, stop]
+        starts = {0, *chain.from_iterable(ends.share(begun))}
+    borders = [*sorted(starts), int(max(lengths or [rows.total]))]
     expected = document_positions(rows.positions, borders)
-    failure = None
-    for row, local in (valid & (ids != expected)).nonzero()[:1].tolist():
-        failure = ValueError(
-            f"position_ids must count up from {first} and restart at {first} where a document "
-            f"begins, at the same positions in every row of the batch; in row {row}, position "
-            f"{rows.positions[local].item()} of the sequence must have "
-            f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
-        )
-    agree(name, ends, None if failure else {}, failure, rows.positions.device)
+    with together(name, ends, rows.positions.device):
+        for row, local in (valid & (ids != expected)).nonzero()[:1].tolist():
+            raise ValueError(
+                f"position_ids must count up from {first} and restart at {first} where a document "
+                f"begins, at the same positions in every row of the batch; in row {row}, position "
+                f"{rows.positions[local].item()} of the sequence must have "
+                f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
+            )
     return borders if len(borders) > 2 else None
 
 
@@ -372,12 +326,11 @@ def _lengths(
     return None if set(found) == {rows.total} else found
 
 
-# --- heads
-
+# --- heads of attention
 
 _QUERY = ("q_proj", "q_b_proj", "query", "q_lin", "query_key_value")
 _KEY = ("k_proj", "kv_b_proj", "key", "k_lin", "query_key_value")
-"""What models call the projections whose rows follow the order of the heads."""
+"""Names in models of the projections whose rows follow the order of the heads."""
 
 
 def pattern_of_heads(
@@ -398,17 +351,17 @@ def pattern_of_heads(
         layer = Heads(query, getattr(config, "num_key_value_heads", None) or query)
     if own == layer or (pattern.heads_are_alike and own.is_fraction_of(layer)):
         return pattern
-    weights = _weight(module, _QUERY), _weight(module, _KEY)
+    projections = ([getattr(module, name, None) for name in names] for names in (_QUERY, _KEY))
+    query_weight, key_weight = (
+        next((w for x in found if (w := getattr(x, "weight", None)) is not None), None)
+        for found in projections
+    )
     # Some models have their number of KV heads elsewhere in the config.
-    if own.query == layer.query and not any(hasattr(x, "placements") for x in weights):
+    are_whole = not any(hasattr(x, "placements") for x in (query_weight, key_weight))
+    if own.query == layer.query and are_whole:
         return pattern
-    found = slice_of_projections(layer, own, weights, type(module).__name__)
+    found = slice_of_projections(layer, own, (query_weight, key_weight), type(module).__name__)
     return pattern.of_heads(found, kv_heads)
-
-
-def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
-    weights = (getattr(getattr(module, name, None), "weight", None) for name in names)
-    return next((weight for weight in weights if weight is not None), None)
 
 
 # --- losses
@@ -421,53 +374,49 @@ _ADVICE = (
 )
 
 
-def rounded_count(given: dict[str, Any]) -> ValueError | None:
-    """An error if ``num_items_in_batch`` has come in half precision; else None."""
-    count = given.get("num_items_in_batch")
-    if not isinstance(count, Tensor) or count.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    return ValueError(
-        f"num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
-        f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, which "
-        "casts floating arguments, pass num_items_in_batch.item(), or set cast_forward_inputs=False"
-    )
-
-
-def agree_on_loss(name: str, settings: Settings, given: dict[str, Any]) -> None:
-    """Raise on every rank of several if a loss would be that of a shard, see `check_loss`."""
-    ends, failure, cached = resolve_exchange(settings.group), None, is_cached(given)
-    if ends.world_size == 1:
-        return
-    try:
-        if not cached:  # with a KV cache every rank has all logits
-            check_loss(name, given, ends.world_size)
-    except ValueError as error:
-        failure = error
-    failure = failure or rounded_count(given)
-    count = given.get("num_items_in_batch")
-    if isinstance(count, Tensor):
-        # To read one on a GPU is to wait for it: the first one, which shows how it is counted.
-        reads = count.numel() == 1 and (count.device.type == "cpu" or not settings.counted)
-        settings.counted.add("num_items_in_batch")
-        count = count.item() if reads else "a tensor"
-    shared = {"use_cache": cached, "num_items_in_batch": count}
-    agree(name, ends, None if failure else shared, failure, device_of(given), _ADVICE)
-
-
 @dataclass(frozen=True, eq=False)  # no tuple: FSDP would round the divisor in it
-class Labels:
-    """What the loss of a call needs, which goes with the call to the hook behind the head.
+class Head:
+    """A head's part of a call, for the model under it, which agrees on it with other ranks."""
 
-    Attributes:
-        labels: of this rank's shard, (batch, local_sequence), -100 where nothing is learnt.
-        divisor: ``num_items_in_batch``: what the sum is divided by.
-    """
+    columns: int = 0  # at the end, whose hidden states the head needs; 0: all of them
+    failure: ValueError | None = None  # why the loss of this call is refused
+    divisor: Tensor | float | None = None  # of the sum of the losses: ``num_items_in_batch``
+    labels: Tensor | None = None  # of the shard, where the loss is computed behind the head
 
-    labels: Tensor
-    divisor: Tensor | float
+    @classmethod
+    def of(cls, model: nn.Module, given: dict[str, Any], ranks: int) -> Head:
+        """The head of a call with these arguments."""
+        kept, divisor, labels = (
+            given.get(x) for x in ("logits_to_keep", "num_items_in_batch", "labels")
+        )
+        why = _loss_of_shard(model, given, ranks)
+        return cls(
+            # A negative number, or a tensor, may name any column.
+            columns=kept if is_cached(given) and isinstance(kept, int) and kept > 0 else 0,
+            failure=ValueError(why) if why else None,
+            divisor=divisor,
+            labels=None if ranks == 1 or is_cached(given) or learns_next(model) else labels,
+        )
+
+    def counted(self, before: set[str]) -> dict[str, Any]:
+        """The divisor, to compare it with other ranks; empty where there is none.
+
+        On a GPU its number is compared in the first call alone: to read it waits for the device.
+        """
+        count, name = self.divisor, "num_items_in_batch"
+        if count is None:
+            return {}
+        if not isinstance(count, Tensor):
+            return {name: count}
+        if count.numel() > 1 or (count.is_cuda and name in before):
+            return {name: "a tensor"}
+        before.add(name)
+        return {name: count.item()}
 
     def loss(self, logits: Tensor) -> Tensor:
         """Of logits (batch, local_sequence, classes): a shard's part of that of all tokens."""
+        assert self.labels is not None
+        assert self.divisor is not None
         logits = logits.flatten(0, 1)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -475,6 +424,52 @@ class Labels:
         total = nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
         by = self.divisor
         return total / (by.to(total.device) if isinstance(by, Tensor) else by)
+
+
+def _loss_of_shard(model: nn.Module, given: dict[str, Any], ranks: int) -> str:
+    """Why the loss of a call, or its choice of logits, would be wrong; "" where it is right."""
+    count, kept = given.get("num_items_in_batch"), given.get("logits_to_keep")
+    if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
+        return (
+            "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
+            f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, "
+            "which casts floating arguments, pass num_items_in_batch.item(), or set "
+            "cast_forward_inputs=False"
+        )
+    if ranks == 1 or is_cached(given):  # with a KV cache every rank has all logits
+        return ""
+    labels, shifted = (given.get(x) is not None for x in ("labels", "shift_labels"))
+    name, shifts = type(model).__name__, learns_next(model)
+    why = ""
+    if labels and shifts and not shifted:
+        why = (
+            "labels need shift_labels: a shard's last label is on another rank; shard_batch gives "
+            "it. Got shift_labels=None"
+        )
+    elif labels and count is None:
+        why = (
+            "labels need num_items_in_batch: what labels_per_rank returns, the labels of all ranks "
+            "over the number of ranks. Got num_items_in_batch=None"
+        )
+    elif labels and shifted and not shifts:
+        why = (
+            f"the labels of {name} are those of the tokens themselves: make the batch with "
+            "shard_batch(..., shift_labels=False); got shift_labels"
+        )
+    elif labels and not shifts and given.get("return_dict") is False:
+        why = f"the loss of {name} needs return_dict=True; got False"
+    elif shifted and not labels:
+        why = (
+            "shift_labels need labels; got labels=None. The Trainer takes them out for "
+            "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
+            "compute such a loss from the logits and shift_labels, without giving them the model"
+        )
+    elif isinstance(kept, Tensor) or kept:
+        why = (
+            "logits_to_keep must be 0, since it counts the rows of a shard unless there is a KV "
+            f"cache: generate, which passes it, needs use_cache=True on ranks; got {kept!r}"
+        )
+    return f"on {ranks} ranks {why}" if why else ""
 
 
 # --- batches
@@ -505,8 +500,8 @@ def shard_batch(
         batch: any of ``input_ids``, ``attention_mask``, ``position_ids``, ``token_type_ids``,
             ``seq_idx`` and ``labels``, (batch, n), ``inputs_embeds`` (batch, n, hidden);
             ``cu_seq_lens_q`` and its companions, which stay whole: what transformers' collators
-            return. Labels
-            are as transformers has them: where the tokens are, -100 where nothing is learnt.
+            return. Labels are as transformers has them: where the tokens are, -100 where nothing
+            is learnt.
         layout: which positions each rank holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
@@ -524,41 +519,36 @@ def shard_batch(
             given different batches. On every rank.
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
-    ends = resolve_exchange(group)
+    ends, whole = resolve_exchange(group), {}
     with comparing("shard_batch", ends) as compared:
-        whole = _checked(batch, layout, ends.world_size, shift_labels)
+        for name, given, wanted in (
+            ("shift_labels", shift_labels, bool),
+            ("layout", layout, SequenceLayout),
+            ("batch", batch, Mapping),
+        ):
+            if not isinstance(given, wanted):
+                raise TypeError(f"{name} must be a {wanted.__name__}; got {in_brief(given)}")
+        layout.check_ranks(ends.world_size)
+        if unknown := sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE})):
+            raise ValueError(
+                f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
+            )
+        for name in _SHARDED:
+            tensor = batch.get(name)
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
+            if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+                raise ValueError(
+                    f"{name} must have the layout's {layout.length} positions in dimension 1; got "
+                    f"shape {tuple(tensor.shape)}"
+                )
+            whole[name] = tensor
         compared.update(batch, layout=layout.digest[:8], shift_labels=shift_labels)
+    if shift_labels and "labels" in whole:
+        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
     shards = {name: batch[name] for name in _WHOLE if name in batch}
     for name, tensor in whole.items():
         shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat
     return shards
-
-
-def _checked(
-    batch: Mapping[str, Any], layout: SequenceLayout, ranks: int, shift_labels: bool
-) -> dict[str, Tensor]:
-    """What is sharded, with shifted labels where they are wanted."""
-    if not isinstance(shift_labels, bool):
-        raise TypeError(f"shift_labels must be a bool, got {in_brief(shift_labels)}")
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout; got {in_brief(layout)}")
-    layout.check_ranks(ranks)
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a dict of a model's arguments; got {in_brief(batch)}")
-    unknown = sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE}))
-    if unknown:
-        raise ValueError(
-            f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
-        )
-    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
-    if isinstance(whole.get("labels"), Tensor) and shift_labels:
-        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
-    for name, tensor in whole.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-        if tensor.dim() < 2 or tensor.shape[1] != layout.length:
-            raise ValueError(
-                f"{name} must have the layout's {layout.length} positions in dimension 1; got "
-                f"shape {tuple(tensor.shape)}"
-            )
-    return whole

@@ -1,7 +1,8 @@
 """Triton kernels: attention of many tiles in one launch, and what is added to rows in place.
 
 `has_triton` says whether there is a Triton, and `runs_triton` whether it computes with a tensor.
-`profile_of` says what constants that were tuned on an H200 are on a device.
+`profile_of` says what constants that were tuned on an H200 are on a device, `keep_few` bounds what
+is kept of calls.
 
 These need Triton, and are imported when they are asked for:
 
@@ -31,7 +32,7 @@ from .device_profile import (
     default_config,
     profile_of,
 )
-from .launch import has_triton, normalizes_gelu, runs_triton
+from .launch import has_triton, keep_few, normalizes_gelu, runs_triton
 from .own_programs import build_cells
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ __all__ = [
     "default_config",
     "gelu_norm",
     "has_triton",
+    "keep_few",
     "normalizes_gelu",
     "own_programs",
     "profile_of",

@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..caches import keep_few
 from .device_profile import LaunchConfig, head_dim_constants
-from .launch import KernelLaunch
+from .launch import KernelLaunch, keep_few
 from .own_programs import Tables
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -11,14 +11,26 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..caches import keep_few
 from .device_profile import MOST_GELU_WIDTH, profile_of
 
+T = TypeVar("T")
+
 _LEAST_CAPABILITY = (7, 0)  # of devices that Triton compiles for
+
+
+def keep_few(entries: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int) -> T:
+    """The entry of `key`, made if there is none; of more than `most`, the oldest goes."""
+    found = entries.get(key)
+    if found is None:
+        found = entries[key] = make()
+        while len(entries) > most:
+            oldest = list(entries)[:1]  # in one step: other threads may add, and drop the same
+            entries.pop(oldest[0], None)
+    return found
 
 
 @lru_cache(maxsize=1)

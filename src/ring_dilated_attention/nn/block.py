@@ -14,7 +14,7 @@ from ..parallel import gather_weights_in, is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
-from .modules import refuse_sharded_apart
+from .modules import IN_CHUNKS, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 T = TypeVar("T")
@@ -72,8 +72,7 @@ class Block(nn.Module, ABC):
             heads = self._told(attend, self._heads, hidden, *tables)
             return self._rest(hidden, attend(*heads), in_chunks=True)
         if chunk_rows is not None:
-            chunks = "chunk_rows computes gradients of weights from chunk to chunk"
-            refuse_sharded_apart(self, dict.fromkeys(self._modules, chunks))
+            refuse_sharded_apart(self, self._modules, IN_CHUNKS)
         if chunk_rows is not None and checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
             return self._through(hidden, tables, checkpoint, chunk_rows, attend)

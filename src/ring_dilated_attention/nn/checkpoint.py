@@ -50,8 +50,6 @@ _KEPT = (FORWARD, LENGTHS, AGREED)
 _PACKAGE = __name__.partition(".")[0]
 _FIXED = (nn.Linear, nn.Embedding, nn.LayerNorm, LayerNorm)
 """Modules that draw no random numbers, beside those of this library."""
-_NONE = object()
-"""In place of a tensor where there is none."""
 
 
 def check_checkpoint(checkpoint: Checkpoint, blocks: int, chunk_rows: int | None) -> None:
@@ -119,13 +117,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 class _Weights:
-    """The weights and buffers that modules have now, by where they are.
-
-    `torch.func.functional_call` gives a module others, and takes them away when it returns, before
-    backward.
-
-    Args:
-        modules: and all that is in them.
+    """The weights that modules have now, and all that is in them.
 
     Attributes:
         tensors: those that gradients may be wanted of, each one once.
@@ -133,61 +125,27 @@ class _Weights:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._places = [
-            (x, tensors, name, tensor)
+            (x, name, tensor, _version(tensor))
             for module in modules
             for x in module.modules()
-            for tensors in (x._parameters, x._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
+            for name, tensor in (*x._parameters.items(), *x._buffers.items())
+            if tensor is not None and (name in x._parameters or tensor.requires_grad)
         ]
-        by_id: dict[int, Tensor] = {
-            id(tensor): tensor
-            for module, tensors, _, tensor in self._places
-            if tensors is module._parameters or tensor.requires_grad
-        }
-        self.tensors = list(by_id.values())
-        self._versions = {id(x): _version(x) for x in self.tensors}
+        self.tensors = list({id(x): x for *_, x, _ in self._places}.values())
 
     def refuse_changes(self) -> None:
-        """Raise a `RuntimeError` if a weight was changed in place: forward had others."""
-        for module, _, name, tensor in self._places:
-            if id(tensor) in self._versions and _version(tensor) != self._versions[id(tensor)]:
+        """Raise a `RuntimeError` unless backward, which computes again, has those of forward."""
+        for module, name, tensor, version in self._places:
+            now = module._parameters.get(name, module._buffers.get(name))
+            same = now is tensor or _is_kept_elsewhere(module, name, now, tensor)
+            if not same or _version(tensor) != version:
+                other = "another one (with functional_call use torch.func.grad)"
+                how = "changed in place" if same else other
                 raise RuntimeError(
-                    f"{name} of a {type(module).__name__} was changed in place between forward and "
-                    "backward, which computes with it again: call backward before the optimizer's "
-                    'step, or give checkpoint="none" and no chunk_rows'
+                    f"{name} of a {type(module).__name__} was {how} between forward and backward, "
+                    "which computes with it again: call backward before the optimizer's step, or "
+                    'give checkpoint="none" and no chunk_rows'
                 )
-
-    @contextmanager
-    def back(self, *, as_leaves: bool) -> Iterator[list[Tensor]]:
-        """In the body, the modules have these tensors; yields those of `tensors`.
-
-        Args:
-            as_leaves: whether those that autograd computed stand there without their history, for
-                gradients with respect to them.
-        """
-        there = {
-            id(x): x.detach().requires_grad_() if as_leaves and not x.is_leaf else x
-            for x in self.tensors
-        }
-        # All or none: in a block that is computed again, `fully_shard` gathers some of them anew.
-        if all(there.get(id(x), x) is x for *_, x in self._places) and all(
-            tensors.get(name) is x or _is_kept_elsewhere(module, name, tensors.get(name), x)
-            for module, tensors, name, x in self._places
-        ):
-            yield self.tensors
-            return
-        others: list[Any] = [tensors.get(name, _NONE) for _, tensors, name, _ in self._places]
-        try:
-            for _, tensors, name, tensor in self._places:
-                tensors[name] = there.get(id(tensor), tensor)  # type: ignore[assignment]
-            yield list(there.values())
-        finally:
-            for (_, tensors, name, _), other in zip(self._places, others, strict=True):
-                if other is _NONE:
-                    del tensors[name]
-                else:
-                    tensors[name] = other
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -247,8 +205,8 @@ def run_checkpointed(
 
     Args:
         checkpoint: what is kept for backward.
-        modules: that the function uses: backward calls it with the weights that they have now.
-            Random numbers are brought back unless all of them are known to draw none.
+        modules: that the function uses; they must have the same weights in backward, else it
+            raises. Random numbers are brought back unless all are known to draw none.
         function: deterministic but for these.
         arguments: of the function.
     """
@@ -261,22 +219,16 @@ def run_checkpointed(
     if not torch.compiler.is_compiling():  # which brings random numbers back by itself
         modules = tuple(modules)
         draws = _may_draw(function, modules)
-        function = _with_weights(_Weights(modules), function)
+        function = partial(_checked, _Weights(modules), function)
     result: T = torch.utils.checkpoint.checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=draws, **options
     )
     return result
 
 
-def _with_weights(weights: _Weights, function: Callable[..., T]) -> Callable[..., T]:
-    """A function that computes with the weights of now, when it is called again too."""
-
-    def run(*arguments: Any) -> T:
-        weights.refuse_changes()  # as autograd does where nothing is computed again
-        with weights.back(as_leaves=False):
-            return function(*arguments)
-
-    return run
+def _checked(weights: _Weights, function: Callable[..., T], *arguments: Any) -> T:
+    weights.refuse_changes()  # as autograd does where nothing is computed again
+    return function(*arguments)
 
 
 def map_rows(
@@ -288,8 +240,8 @@ def map_rows(
     """Call a row-wise function on chunks of rows, and again in backward.
 
     With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
-    chunk, under the autocast of the forward call, with the weights and the random numbers that it
-    had. Otherwise the function must be deterministic, and modules must stay as they are until then.
+    chunk, under the autocast of the forward call, with the random numbers that it had. Otherwise
+    the function must be deterministic, and modules must stay as they are until then.
     Beyond inputs, results and their gradients, one chunk's intermediates live at a time. Gradients
     of parameters are summed over chunks in float32, or in float64 for those of float64.
     Not for ``fullgraph=True`` of torch.compile.
@@ -310,12 +262,11 @@ def map_rows(
     Raises:
         ValueError: `rows` is below 1, or the inputs have different numbers of rows; or the weights
             of `modules` are views of a flat one of FullyShardedDataParallel.
-        RuntimeError: in backward, a parameter takes no part in the results.
+        RuntimeError: in backward, a parameter takes no part in the results, or is another one.
     """
     if rows is None:
         return function(*inputs)
-    if rows < 1:
-        raise ValueError(f"rows must be >= 1, got {rows}")
+    check_positive_int("rows", rows)
     if len({x.shape[1] for x in inputs}) != 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ValueError(f"the inputs must have the same number of rows; got shapes {shapes}")
@@ -372,39 +323,39 @@ class _MapRows(torch.autograd.Function):
         is_whole = length <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         dparameters: list[Tensor] = []
-        with ctx.weights.back(as_leaves=True) as weights:
-            # Those that were frozen since forward get none, as autograd has it.
-            have = zip(weights, needs[len(inputs) :], strict=True)
-            wants = [need and weight.requires_grad for weight, need in have]
-            parameters = [*compress(weights, wants)]
-            for number, (start, stop) in enumerate(_chunks(length, ctx.rows)):
-                chunks = [x[:, start:stop].detach() for x in inputs]
-                for index in wanted:
-                    chunks[index].requires_grad_()
-                state = ctx.states[number] if ctx.states else None
-                with torch.enable_grad(), ctx.autocast(), _drawing_again(state, inputs[0].device):
-                    results = ctx.function(*chunks)
-                # A result may have no gradient; or one, though nothing trained is a part of it.
-                parts = results if isinstance(results, tuple) else (results,)
-                pairs = [
-                    (y, dy[:, start:stop])
-                    for y, dy in zip(parts, gradients, strict=True)
-                    if dy is not None and y.requires_grad
-                ]
-                if not pairs:
-                    return (None,) * len(ctx.needs_input_grad)
-                of = [*(chunks[index] for index in wanted), *parameters]
-                ys, dys = zip(*pairs, strict=True)
-                dchunks = torch.autograd.grad(ys, of, dys)
-                del results, parts, pairs, ys, dys, of, chunks
-                for index, dchunk in zip(wanted, dchunks, strict=False):
-                    if is_whole:
-                        dinputs[index] = dchunk
-                    else:
-                        dinputs[index][:, start:stop] = dchunk
-                shares = dchunks[len(wanted) :]
-                dparameters = list(shares) if is_whole else _summed(dparameters, shares)
-                del dchunks, shares
+        ctx.weights.refuse_changes()
+        # Those that were frozen since forward get none, as autograd has it.
+        have = zip(ctx.weights.tensors, needs[len(inputs) :], strict=True)
+        wants = [need and weight.requires_grad for weight, need in have]
+        parameters = [*compress(ctx.weights.tensors, wants)]
+        for number, (start, stop) in enumerate(_chunks(length, ctx.rows)):
+            chunks = [x[:, start:stop].detach() for x in inputs]
+            for index in wanted:
+                chunks[index].requires_grad_()
+            state = ctx.states[number] if ctx.states else None
+            with torch.enable_grad(), ctx.autocast(), _drawing_again(state, inputs[0].device):
+                results = ctx.function(*chunks)
+            # A result may have no gradient; or one, though nothing trained is a part of it.
+            parts = results if isinstance(results, tuple) else (results,)
+            pairs = [
+                (y, dy[:, start:stop])
+                for y, dy in zip(parts, gradients, strict=True)
+                if dy is not None and y.requires_grad
+            ]
+            if not pairs:
+                return (None,) * len(ctx.needs_input_grad)
+            of = [*(chunks[index] for index in wanted), *parameters]
+            ys, dys = zip(*pairs, strict=True)
+            dchunks = torch.autograd.grad(ys, of, dys)
+            del results, parts, pairs, ys, dys, of, chunks
+            for index, dchunk in zip(wanted, dchunks, strict=False):
+                if is_whole:
+                    dinputs[index] = dchunk
+                else:
+                    dinputs[index][:, start:stop] = dchunk
+            shares = dchunks[len(wanted) :]
+            dparameters = list(shares) if is_whole else _summed(dparameters, shares)
+            del dchunks, shares
         summed = (total.to(p.dtype) for total, p in zip(dparameters, parameters, strict=True))
         return (
             *(None, None, None, None),

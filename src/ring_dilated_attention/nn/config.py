@@ -58,15 +58,9 @@ class LongNetConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "ffn_dim"):
-            check_positive_int(name, getattr(self, name))
+        _check(self, "vocab_size", "num_layers", "ffn_dim")
         *_, head_dim = check_head_sizes(self.embed_dim, self.num_heads, self.num_kv_heads)
-        check_positive_float("norm_eps", self.norm_eps)
         RotaryEmbedding(head_dim, theta=check_positive_float("rope_theta", self.rope_theta))
-        pattern = self.pattern
-        # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
-        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
-        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
 
     @property
     def pattern(self) -> DilatedPattern:
@@ -125,18 +119,12 @@ class SlideEncoderConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("in_dim", "num_layers", "ffn_dim"):
-            check_positive_int(name, getattr(self, name))
+        _check(self, "in_dim", "num_layers", "ffn_dim")
         check_head_sizes(self.embed_dim, self.num_heads, None)
         if self.embed_dim % 4:
             raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
         check_positive_float("tile_size", self.tile_size)
-        check_positive_float("norm_eps", self.norm_eps)
         check_options(branch_gradients=self.branch_gradients)
-        pattern = self.pattern
-        # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
-        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
-        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
 
     @property
     def pattern(self) -> DilatedPattern:
@@ -147,3 +135,13 @@ class SlideEncoderConfig:
             head_offsets=self.head_offsets,
             zero_keys=self.zero_keys,
         )
+
+
+def _check(config: LongNetConfig | SlideEncoderConfig, *counts: str) -> None:
+    for name in counts:
+        check_positive_int(name, getattr(config, name))
+    check_positive_float("norm_eps", config.norm_eps)
+    pattern = config.pattern
+    # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
+    object.__setattr__(config, "segment_lengths", pattern.segment_lengths)
+    object.__setattr__(config, "dilation_rates", pattern.dilation_rates)

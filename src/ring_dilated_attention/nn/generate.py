@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..decode import CapturedStep, DilatedKVCache, Step, attend_in_step, steps_by_kernel
-from ..documents import Integers
+from ..decode import CapturedStep, DilatedKVCache, Step, cached_attention, steps_by_kernel
+from ..documents import Integers, as_ints
 from ..exchange import (
     Exchange,
     Group,
@@ -27,6 +27,7 @@ from ..exchange import (
 )
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
+from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
 from .attention import MultiheadDilatedAttention
@@ -306,7 +307,7 @@ class TokenGenerator(nn.Module):
         shared, before = Step(), [cache.known() for cache in caches]
         attends = [
             partial(
-                attend_in_step, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
+                cached_attention, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
             )
             for layer, cache in zip((x.attention for x in _blocks(self)), caches, strict=True)
         ]
@@ -364,7 +365,14 @@ class TokenGenerator(nn.Module):
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:
-            take = _captured_step(take, caches)
+            at = caches[0].lengths
+            try:
+                take = CapturedStep(take, at.new_zeros(len(at), 1), caches)  # of whatever tokens
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{_NAME} cannot capture a step in a CUDA graph, as where a module waits for "
+                    f"the device. This process has to start again: give capture=False. {error}"
+                ) from error
         return _drawn(take, ends, logits, sampler, max_new_tokens, stop)
 
     def generate(
@@ -495,12 +503,13 @@ def _longest_prompt(
     tokens: Tensor, lengths: Integers | None, layout: SequenceLayout | None, ends: Exchange
 ) -> int:
     """The positions of the longest prompt; raises unless each row has one."""
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
+    check_options(layout=layout)
     total = whole_length(tokens, ends.world_size, layout)
     if not len(tokens) or not total:
         raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
-    return total if lengths is None else max(checked_lengths(lengths, len(tokens), total))
+    if lengths is None:
+        return total
+    return max(checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total))
 
 
 def _captures(
@@ -511,54 +520,39 @@ def _captures(
     Raises:
         ValueError: it is asked for, and cannot be.
     """
-    refusal = None if capture is False else _why_not_captured(model, caches[0])
-    if capture and refusal:
-        raise ValueError(f"capture=True {refusal}, or give capture=False")
-    if capture is not None or refusal:
-        return bool(capture)
-    return (
-        max_new_tokens >= CAPTURED_TOKENS
-        and not torch.is_autocast_enabled(caches[0].keys.device.type)
-        and not any(is_dtensor(parameter) for parameter in model.parameters())
-    )
-
-
-def _why_not_captured(model: nn.Module, cache: DilatedKVCache) -> str | None:
-    """Why a step cannot be captured, to be read behind "capture=True"; None: it can."""
+    if capture is False:
+        return False
+    cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
-    if device.type != "cuda":
-        return f"needs a CUDA device: move model and tokens from {device}"
-    if cache.is_sharded:
-        return (
+    layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]
+    for cannot, why in (
+        (device.type != "cuda", f"needs a CUDA device: move model and tokens from {device}"),
+        (
+            cache.is_sharded,
             "needs caches that every rank holds whole, and the ranks share their rows "
-            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False"
-        )
-    if any(runs_hooks(module) for module in model.modules()):
-        return (
+            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False",
+        ),
+        (
+            any(map(runs_hooks, modules)),
             "is given, but modules of the model have hooks, which a CUDA graph would not call for "
-            "each token: remove them"
-        )
-    layers = (x for x in model.modules() if isinstance(x, MultiheadDilatedAttention))
-    if not all(steps_by_kernel(cache, layer.backend) for layer in layers):
-        return (
+            "each token: remove them",
+        ),
+        (
+            not all(steps_by_kernel(cache, layer.backend) for layer in layers),
             "is given, but the decoding kernels do not compute attention of this model, and only "
             "they read positions on the device: take float16, bfloat16 or float32, and "
-            "backend='auto' or 'triton'"
-        )
-    return None
-
-
-def _captured_step(take: TakeStep, caches: Sequence[DilatedKVCache]) -> TakeStep:
-    """A step in a CUDA graph, captured with whatever tokens; raises where it cannot be captured."""
-    lengths = caches[0].lengths
-    try:
-        return CapturedStep(take, lengths.new_zeros(len(lengths), 1), caches)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{_NAME} cannot capture a step of this model in a CUDA graph, for example because "
-            "a module of yours waits for the device. This process has to start again: give "
-            f"capture=False. {error}"
-        ) from error
+            "backend='auto' or 'triton'",
+        ),
+    ):
+        if cannot and capture:
+            raise ValueError(f"capture=True {why}, or give capture=False")
+        if cannot:
+            return False
+    return capture is True or (
+        max_new_tokens >= CAPTURED_TOKENS
+        and not torch.is_autocast_enabled(device.type)
+        and not any(map(is_dtensor, model.parameters()))
+    )
 
 
 def _digest(tensor: Tensor) -> str:
@@ -583,8 +577,8 @@ def _drawn(
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
             logits = sampler.allowed(logits)
-            largest.append(logits.amax(-1, keepdim=True))
-            tokens = sampler.draw(logits, largest[-1])
+            largest.append(logits.amax(-1))
+            tokens = sampler.draw(logits)
         all_finished = False
         if stop is not None:
             if finished is not None:

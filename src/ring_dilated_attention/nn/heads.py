@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import autocast_dtype
-from ..parallel import is_dtensor, own_part
+from ..parallel import own_part
 from ..pattern import HeadSlice, check_positive_int
 from .modules import is_plain
 
@@ -56,32 +56,16 @@ def project_heads(
 
     Returns:
         Of each layer, shape (..., heads, head_dim): views of one tensor where they share a product.
-
-    Raises:
-        ValueError: there are no rows, and torch has no product of none with these sharded weights.
     """
     rows = inputs[0]
     if any(x is not rows for x in inputs) or not _can_join(layers, rows):
-        results: Sequence[Any] = _one_by_one(layers, inputs)
+        results: Sequence[Any] = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     else:
         weight = torch.cat([*(layer.weight for layer in layers)])
         biases = [layer.bias for layer in layers if layer.bias is not None]
         joint = F.linear(rows, weight, torch.cat([*biases]) if biases else None)
         results = torch.split(joint, [layer.out_features for layer in layers], dim=-1)
     return [result.unflatten(-1, (-1, head_dim)) for result in results]
-
-
-def _one_by_one(layers: Sequence[nn.Linear], inputs: Sequence[Tensor]) -> list[Any]:
-    if inputs[0].numel() or not is_dtensor(getattr(layers[0], "weight", None)):
-        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-    try:
-        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-    except RuntimeError as error:
-        raise ValueError(
-            f"this rank has no rows, shape {tuple(inputs[0].shape)}, and torch does not compute "
-            "the product of none with a weight that is a DTensor (tensor parallelism): use a "
-            "layout that gives every rank some positions"
-        ) from error
 
 
 def _can_join(layers: Sequence[nn.Linear], rows: Tensor) -> bool:

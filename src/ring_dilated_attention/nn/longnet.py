@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,17 @@ from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from ..options import Schedule
 from ..parallel import fill, refuse_beside_wrapper
+from ..pattern import shape_in_brief
 from ..tiles import Backend
 from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig
 from .generate import TokenGenerator
-from .modules import is_plain, refuse_sharded_apart, without_weights
+from .modules import IN_CHUNKS, is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm
 from .rope import RotaryEmbedding, Rotation
-from .tokens import agreed_positions, check_labels, check_vocabulary
+from .tokens import agreed_positions, check_tokens, check_vocabulary
 
 
 class LongNetBlock(Block):
@@ -197,11 +199,10 @@ class LongNet(TokenGenerator):
         """
         group = one_group(group, mesh)
         if labels is not None:
-            self._refuse_beside_wrapper()
-        apart = {"embedding": "the logits have its weights, too"}
+            refuse_beside_wrapper(self)
+        refuse_sharded_apart(self, ("embedding",), "the logits have its weights, too")
         if self.chunk_rows is not None:
-            apart["norm"] = "chunk_rows computes gradients of weights from chunk to chunk"
-        refuse_sharded_apart(self, apart)
+            refuse_sharded_apart(self, ("norm",), IN_CHUNKS)
         hidden = self._hidden(tokens, labels, documents, group, layout)
         modules = (self.norm, self.embedding)
         if labels is None:
@@ -243,16 +244,11 @@ class LongNet(TokenGenerator):
                 model is in DistributedDataParallel, which must be called instead.
         """
         group = one_group(group, mesh)
-        self._refuse_beside_wrapper()
+        refuse_beside_wrapper(self)
         options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
-
-    def _refuse_beside_wrapper(self) -> None:
-        """Raise if DDP would not average the gradients of this loss."""
-        if not torch.compiler.is_compiling():
-            refuse_beside_wrapper(self, "the wrapped model with its labels, ddp(tokens, labels)")
 
     def _check_tokens(self, tokens: Tensor, labels: Tensor | None) -> None:
         """Raise unless labels fit the tokens, and on a CPU, where looking is free, they are known.
@@ -260,7 +256,12 @@ class LongNet(TokenGenerator):
         A GPU stops at a token that has no embedding, with an assertion of its own.
         """
         if labels is not None:
-            check_labels(labels, tokens)
+            check_tokens(labels, "(batch, local_sequence)", "labels")
+            if labels.shape != tokens.shape:
+                raise ValueError(
+                    f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
+                    f"got {shape_in_brief(labels)}"
+                )
         if torch.compiler.is_compiling() or type(tokens) is not Tensor or not tokens.is_cpu:
             return
         if is_plain(self.embedding, nn.Embedding):  # a hook may replace tokens
@@ -277,37 +278,27 @@ class LongNet(TokenGenerator):
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
         check = partial(self._check_tokens, tokens, labels)
         found = agreed_positions(tokens, documents, group, layout, check=check)
-        rotation, borders = self.rope(found.rotary[None]), found.documents
+        rotation = self.rope(found.rotary[None])
         hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
+        through = partial(
+            self._through,
+            checkpoint=self.checkpoint,
+            chunk_rows=self.chunk_rows,
+            documents=found.documents,
+            group=group,
+            layout=layout,
+        )
         for first in range(0, len(self.blocks), self.checkpoint_blocks):
             blocks = self.blocks[first : first + self.checkpoint_blocks]
-            hidden = run_checkpointed(
-                around, blocks, self._blocks, blocks, hidden, rotation, borders, group, layout
-            )
+            hidden = run_checkpointed(around, blocks, through, blocks, hidden, rotation)
         return hidden
 
-    def _blocks(
-        self,
-        blocks: nn.ModuleList,
-        hidden: Tensor,
-        rotation: Rotation,
-        documents: Integers | None,
-        group: Group,
-        layout: SequenceLayout | None,
+    def _through(
+        self, blocks: nn.ModuleList, hidden: Tensor, rotation: Rotation, **options: Any
     ) -> Tensor:
-        """Go through some blocks."""
         for block in blocks:
-            hidden = block(
-                hidden,
-                rotation.cos,
-                rotation.sin,
-                checkpoint=self.checkpoint,
-                chunk_rows=self.chunk_rows,
-                documents=documents,
-                group=group,
-                layout=layout,
-            )
+            hidden = block(hidden, rotation.cos, rotation.sin, **options)
         return hidden
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,18 +62,21 @@ def without_weights(module: nn.Module, device: torch.device | str | None = None)
         module.to_empty(device=where)
 
 
-def refuse_sharded_apart(owner: nn.Module, why: Mapping[str, str]) -> None:
+IN_CHUNKS = "chunk_rows computes gradients of weights from chunk to chunk"
+
+
+def refuse_sharded_apart(owner: nn.Module, names: Iterable[str], why: str) -> None:
     """Raise where `fully_shard` gathers the weights of a submodule while nobody uses them.
 
-    It gathers them while that very module is called; `why` says of submodules by name why `owner`
-    uses their weights without that. The check is of the structure, the same on every rank.
+    It gathers them while that very module is called; `why` says why `owner` uses the weights of
+    these submodules without that. The check is of the structure, the same on every rank.
     """
     whole = type(owner).__name__.removeprefix("FSDP")
-    for name, reason in why.items():
+    for name in names:
         for inner, module in owner.get_submodule(name).named_modules(prefix=name):
             if is_fully_sharded(module):
                 raise ValueError(
-                    f"{whole}.{inner} must not be under fully_shard by itself: {reason}. Leave it "
+                    f"{whole}.{inner} must not be under fully_shard by itself: {why}. Leave it "
                     f"to fully_shard of the {whole} around it"
                 )
 

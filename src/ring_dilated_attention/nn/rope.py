@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from ..documents import Integers, in_words, ints_or_tensor
 from ..parallel import is_dtensor, of_own_part
-from ..pattern import check_positive_int, in_brief, shape_in_brief
+from ..pattern import check_positive_float, check_positive_int, in_brief
 
 
 def document_positions(positions: Tensor, documents: Integers) -> Tensor:
@@ -106,11 +105,9 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = check_positive_int("head_dim", head_dim)
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim; got {head_dim}")
-        if isinstance(theta, bool) or not isinstance(theta, int | float):
-            raise TypeError(f"theta must be a number, got {in_brief(theta)}")
-        if not 1 < theta <= sys.float_info.max:
-            raise ValueError(f"theta must be finite and above 1; got {in_brief(theta)}")
-        self.theta = float(theta)
+        self.theta = check_positive_float("theta", theta)
+        if self.theta <= 1:
+            raise ValueError(f"theta must be above 1; got {in_brief(theta)}")
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation for rows at these positions.
@@ -124,11 +121,9 @@ class RotaryEmbedding(nn.Module):
             A `Rotation` on the device of `positions`.
         """
         if not isinstance(positions, Tensor) or positions.dim() not in (1, 2):
-            is_tensor = isinstance(positions, Tensor)
-            got = shape_in_brief(positions) if is_tensor else in_brief(positions)
             raise TypeError(
                 "positions must be a tensor of shape (local_sequence,) or (batch, local_sequence), "
-                f"got {got}"
+                f"got {getattr(positions, 'shape', in_brief(positions))}"
             )
         pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         # How far each pair turns from a position to the next.
@@ -136,7 +131,3 @@ class RotaryEmbedding(nn.Module):
         angles = positions.unsqueeze(-1) * turns
         cos, sin = angles.cos().float(), angles.sin().float()
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-
-    def extra_repr(self) -> str:
-        """What `repr` shows of the arguments."""
-        return f"{self.head_dim}, theta={self.theta:g}"

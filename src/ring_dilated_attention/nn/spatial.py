@@ -56,10 +56,7 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
     if coordinates.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=coordinates.device)
     most_bits = _KEY_BITS // coordinates.shape[1]
-    if coordinates.is_floating_point():
-        cells, bits = _cells_of_floats(coordinates, most_bits)
-    else:
-        cells, bits = _cells_of_ints(coordinates, most_bits)
+    cells, bits = _cells(coordinates, most_bits)
     return torch.argsort(_along_curve(list(cells.unbind(1)), bits), stable=True)
 
 
@@ -82,29 +79,21 @@ def inverse_order(order: Tensor) -> Tensor:
         raise ValueError(
             f"order must be int64 of one dimension; got {order.dtype} {shape_in_brief(order)}"
         )
-    count = len(order)
-    inverse = torch.full_like(order, -1)
-    inside = (order >= 0) & (order < count)
-    inverse[order.clamp(0, max(count - 1, 0))] = torch.arange(count, device=order.device)
-    if not (inside & (inverse >= 0)).all():
-        raise ValueError(f"order must hold each number from 0 to {count - 1} once")
+    inverse = torch.argsort(order)
+    if not torch.equal(order[inverse], torch.arange(len(order), device=order.device)):
+        raise ValueError(f"order must hold each number from 0 to {len(order) - 1} once")
     return inverse
 
 
-def _cells_of_ints(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
+def _cells(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
     """Cells (n, d), int64 from 0 on, and the bits of the largest there can be."""
-    low, high = coordinates.amin(0), coordinates.amax(0)
-    extent = max(b - a for a, b in zip(low.tolist(), high.tolist(), strict=True))
-    bits = max(extent.bit_length(), 1)
-    if bits <= most_bits:
-        return coordinates.to(torch.int64) - low.to(torch.int64), bits
-    # Halving first keeps differences within int64; rounding down may add one to them.
-    shift = bits - most_bits + 1
-    return (coordinates.to(torch.int64) >> shift) - (low.to(torch.int64) >> shift), most_bits
-
-
-def _cells_of_floats(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
-    """As `_cells_of_ints`."""
+    if not coordinates.is_floating_point():
+        low, high = coordinates.amin(0), coordinates.amax(0)
+        extent = max(b - a for a, b in zip(low.tolist(), high.tolist(), strict=True))
+        bits = max(extent.bit_length(), 1)
+        if bits <= most_bits:
+            return coordinates.to(torch.int64) - low.to(torch.int64), bits
+        coordinates = coordinates.double()
     if not torch.isfinite(coordinates).all():
         raise ValueError("coordinates must be finite; got infinity or NaN among them")
     bits = most_bits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..documents import Integers, as_ints, document_borders, in_words
 from ..exchange import Group, place_in
 from ..layout import SequenceLayout
+from ..options import check_options
 from ..pattern import check_int, check_positive_int, in_brief, shape_in_brief
 from ..torch_op import agreed
 from .rope import document_positions
@@ -19,9 +20,9 @@ from .rope import document_positions
 MOST_SEED = 2**62 - 1
 """Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
 
-_LEAST, _MOST = 1e-300, 1e300
-"""Temperatures beyond these draw as these do: products with them neither vanish nor overflow. A
-random time is not 0 either, which would leave the only token of a row with a quotient of inf."""
+_LEAST = 1e-300
+"""In place of a random time of 0, which would leave the only token of a row with a quotient of inf.
+"""
 
 
 class Positions(NamedTuple):
@@ -62,7 +63,7 @@ def agreed_positions(
             check()
         total = whole_length(tokens, world_size, layout)
         if lengths is not None:
-            valid = checked_lengths(lengths, len(tokens), total)
+            valid = checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total)
         if isinstance(documents, Tensor) and torch.compiler.is_compiling():
             # Attention checks the numbers, which are not known here.
             positions = document_positions(positions, documents)
@@ -78,20 +79,15 @@ def agreed_positions(
     return Positions(positions, borders, valid)
 
 
-def checked_lengths(lengths: Integers, batch: int, total: int) -> list[int]:
-    """Lengths of a prompt as ints; raises unless they are from 1 to `total`, one for each row."""
-    valid = as_ints("lengths", lengths)
-    if len(valid) != batch:
+def checked_lengths(lengths: Sequence[int], batch: int, least: int, most: int) -> list[int]:
+    """The lengths; raises a `ValueError` unless they lie in [least, most], one for each row."""
+    if len(lengths) != batch:
         raise ValueError(
-            f"lengths must hold one number for each of {batch} rows; got {in_words(valid)}"
+            f"lengths must hold one number for each of {batch} rows; got {in_words(tuple(lengths))}"
         )
-    if not 1 <= min(valid) <= max(valid) <= total:
-        wrong = next(n for n in valid if not 1 <= n <= total)
-        raise ValueError(
-            f"lengths must lie in [1, {total}], as every row needs a token to go on from; got "
-            f"{wrong}"
-        )
-    return valid
+    if wrong := [n for n in lengths if not least <= n <= most]:
+        raise ValueError(f"lengths must lie in [{least}, {most}]; got {wrong[0]}")
+    return list(lengths)
 
 
 def device_of(tokens: Tensor) -> torch.device:
@@ -104,14 +100,14 @@ def whole_length(tokens: Tensor, world_size: int, layout: SequenceLayout | None)
     return tokens.shape[1] * world_size if layout is None else layout.length
 
 
-def check_tokens(tokens: Tensor, shape: str) -> None:
-    """Raise unless tokens are int64 and have two dimensions, `shape` in words."""
+def check_tokens(tokens: Tensor, shape: str, name: str = "tokens") -> None:
+    """Raise unless tokens, or labels, are int64 of two dimensions, `shape` in words."""
     if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor, got {in_brief(tokens)}")
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tokens)}")
     if tokens.dtype != torch.int64:
-        raise TypeError(f"tokens must be int64; got {tokens.dtype}")
+        raise TypeError(f"{name} must be int64; got {tokens.dtype}")
     if tokens.dim() != 2:
-        raise ValueError(f"tokens must have shape {shape}; got {shape_in_brief(tokens)}")
+        raise ValueError(f"{name} must have shape {shape}; got {shape_in_brief(tokens)}")
 
 
 def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayout | None) -> Tensor:
@@ -120,10 +116,8 @@ def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayou
     rows = tokens.shape[1]
     if layout is None:
         return torch.arange(rank * rows, (rank + 1) * rows, device=tokens.device)
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None; got {in_brief(layout)}")
-    held = f"got tokens of shape {tuple(tokens.shape)}"
-    layout.check_shard(rank, world_size, rows, held)
+    check_options(layout=layout)
+    layout.check_shard(rank, world_size, rows, f"got tokens of shape {tuple(tokens.shape)}")
     return layout.positions(rank, device=tokens.device)
 
 
@@ -139,19 +133,6 @@ def check_vocabulary(tokens: Tensor, embedding: nn.Module) -> None:
         raise ValueError(
             f"tokens must be from 0 to {embedding.num_embeddings - 1}, those of the model's "
             f"vocabulary; got {least if least < 0 else most}"
-        )
-
-
-def check_labels(labels: Tensor, tokens: Tensor) -> None:
-    """Raise unless labels are int64 and have the shape of the tokens."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {in_brief(labels)}")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64; got {labels.dtype}")
-    if labels.shape != tokens.shape:
-        raise ValueError(
-            f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
-            f"got {shape_in_brief(labels)}"
         )
 
 
@@ -220,34 +201,21 @@ class Sampler:
         Returns:
             Tokens, int64, shape (batch,).
         """
-        logits = self.allowed(logits)
-        return self.draw(logits, logits.amax(-1, keepdim=True))
+        return self.draw(self.allowed(logits))
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits, (batch, vocab_size), in which tokens that are not allowed have -inf."""
         return logits if self._banned is None else logits.masked_fill(self._banned, -torch.inf)
 
-    def draw(self, logits: Tensor, largest: Tensor) -> Tensor:
-        """Draw by logits of `allowed`.
-
-        Args:
-            logits: shape (batch, vocab_size).
-            largest: of each row, shape (batch, 1).
-
-        Returns:
-            Tokens, int64, shape (batch,).
-        """
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw by logits of `allowed`, as `__call__` does."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # A random race: a token of probability p ends after a time that is exponential with rate p,
-        # and wins with probability p. One of probability 0 never ends. Only the order of p / time
-        # matters, so that of their logarithms, with any constant added, times the temperature.
-        cut = self._most_likely(logits, largest)
-        if self._cuts_shares:
-            cut = cut.masked_fill(self._shares(cut) == 0, -torch.inf)
-        times = torch.empty_like(cut).exponential_(generator=self._generator).clamp_min_(_LEAST)
-        factor = min(max(self.temperature, _LEAST), _MOST)
-        return torch.sub(cut, times.log_(), alpha=factor).argmax(-1)
+        # and wins with probability p. One of probability 0 never ends.
+        shares = self.probabilities(logits)
+        times = torch.empty_like(shares).exponential_(generator=self._generator)
+        return shares.div_(times.clamp_min_(_LEAST)).argmax(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """With which probability each token is drawn, at a temperature above 0.
@@ -258,32 +226,17 @@ class Sampler:
         Returns:
             float64, shape (batch, vocab_size).
         """
-        return self._shares(self._most_likely(logits, logits.amax(-1, keepdim=True)))
-
-    @property
-    def _cuts_shares(self) -> bool:
-        return self.top_p is not None and self.top_p < 1
-
-    def _most_likely(self, logits: Tensor, largest: Tensor) -> Tensor:
-        """Logits less the largest, float64, those beyond `top_k` -inf.
-
-        They are at most 0: a quotient by a cold temperature may be -inf, but never inf, and large
-        logits that are nearly equal keep the digits in which they differ.
-        """
-        logits = logits.double() - largest
+        # Less the largest: a quotient by a cold temperature may be -inf, but never inf, and large
+        # logits that are nearly equal keep the digits in which they differ.
+        logits = logits.double() - logits.amax(-1, keepdim=True)
         if self.top_k is not None and self.top_k < self._vocab_size:
             lowest = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < lowest, -torch.inf)
-        return logits
-
-    def _shares(self, cut: Tensor) -> Tensor:
-        """Probabilities, by logits of `_most_likely`."""
-        shares = (cut / self.temperature).softmax(-1)
-        if not self._cuts_shares:
+        shares = (logits / self.temperature).softmax(-1)
+        if self.top_p is None or self.top_p == 1:
             return shares
         falling, order = shares.sort(descending=True, stable=True)
         # Those that the more likely ones alone reach top_p without.
-        assert self.top_p is not None
         falling.masked_fill_(falling.cumsum(-1) - falling >= self.top_p, 0)
         shares.scatter_(-1, order, falling)
         return shares.div_(shares.sum(-1, keepdim=True))

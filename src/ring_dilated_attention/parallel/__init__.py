@@ -15,6 +15,7 @@ batches of ranks, and `comparing` does so in a function of another name.
 from .averaging import gather_weights_in, is_fully_sharded, labels_per_rank, refuse_beside_wrapper
 from .dtensors import (
     Placed,
+    dtensor_of,
     fill,
     group_of_dtensors,
     is_dtensor,
@@ -28,6 +29,7 @@ __all__ = [
     "Placed",
     "check_same_batch",
     "comparing",
+    "dtensor_of",
     "fill",
     "gather_weights_in",
     "group_of_dtensors",

@@ -303,20 +303,18 @@ def _of_ddp(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     return ranks
 
 
-def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
+def refuse_beside_wrapper(module: nn.Module) -> None:
     """Raise if a module in DDP computes a loss by a call that DDP does not know of.
 
     DDP does not average the gradients of such a call. Only wrappers are known that
     `labels_per_rank` was given before. Calls without gradients may be made, and those that
     backward makes again for activation checkpoints. Code of torch.compile cannot ask.
 
-    Args:
-        module: what is called.
-        instead: how to call the wrapper.
-
     Raises:
         ValueError: the module is in one, or in a module that is, and the wrapper does not run.
     """
+    if torch.compiler.is_compiling():
+        return
     if not _known or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return
     running = DistributedDataParallel._active_ddp_module
@@ -326,7 +324,7 @@ def refuse_beside_wrapper(module: nn.Module, instead: str) -> None:
     if learns and any(_contains(ddp, module) for ddp in _known):
         raise ValueError(
             f"{type(module).__name__} is in DistributedDataParallel, which averages gradients of "
-            f"calls through it alone: call {instead}"
+            "calls through it alone: call the wrapped model with its labels, ddp(tokens, labels)"
         )
 
 

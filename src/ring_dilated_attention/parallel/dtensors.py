@@ -69,12 +69,24 @@ def of_own_part(
         function: of a local tensor; returns one of its shape.
         tensor: a DTensor, whose placement the result has.
     """
-    from torch.distributed.tensor import DTensor
-
     mesh, placements = _placement(tensor)
     local = function(tensor.to_local())  # type: ignore[attr-defined]
+    return dtensor_of(local, mesh, placements, tensor.shape, tensor.stride())
+
+
+def dtensor_of(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A DTensor of a shape (and stride; None: contiguous), of which `local` is this rank's part."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -239,12 +251,13 @@ class Placed(NamedTuple):
 
     def out(self, local: torch.Tensor) -> torch.Tensor:
         """The whole output, of which `local` is this rank's part."""
-        return self._whole(local, self.shape, self.placements)
+        return dtensor_of(local, self.mesh, self.placements, self.shape)
 
     def lse(self, local: torch.Tensor) -> torch.Tensor:
         """The whole lse, (batch, heads, sequence), of which `local` is this rank's part."""
         batch, length, heads, _ = self.shape
-        return self._whole(local, (batch, heads, length), self._placements(_OF_LSE))
+        placements = self._placements(_OF_LSE)
+        return dtensor_of(local, self.mesh, placements, (batch, heads, length))
 
     def _placements(self, dims: dict[int, int]) -> tuple[Any, ...]:
         """How a tensor is placed whose dimensions are these of the query's."""
@@ -252,21 +265,6 @@ class Placed(NamedTuple):
 
         cut = map(_cuts, self.placements)
         return tuple(Replicate() if one not in dims else Shard(dims[one]) for one in cut)
-
-    def _whole(
-        self, local: torch.Tensor, shape: tuple[int, ...], placements: tuple[Any, ...]
-    ) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
 
 
 def _placement(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Any, ...]]:

@@ -17,118 +17,19 @@ In which order a rank does all this is its program: see `program`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from . import cache
-from .rows import Link, Message, OwnRuns, Part, Span, Tile, TileGroup, own_runs
+from .rows import Link, Message, OwnRun, OwnRuns, Tile, TileGroup, join_runs, own_runs
 from .spec import FEW_ADDITIONS, PlanSpec
-from .tiling import OwnWork, group_tiles, own_work, zero_key_groups
+from .tiling import FlaggedRows, OwnWork, group_tiles, own_ranges, zero_key_groups
 
-
-class Crossings:
-    """The segments that a rank shares with each of the others.
-
-    Tiles and messages hold local rows. So two ranks whose parts lie alike relative to the segments
-    that they share with a third one exchange alike messages with it: they are of one kind. Of
-    thousands of steps few differ, and what is worked out for one step holds for all of its kind.
-
-    Attributes:
-        parts: what the rank holds.
-        seen: where the keys of others lie that its queries see.
-        shown: where the queries of others lie that see its keys.
-    """
-
-    def __init__(self, plan: PlanSpec, rank: int) -> None:
-        self._plan = plan
-        self.parts = plan.parts_of(rank)
-        self.seen, self.shown = plan.crossing_spans(self.parts)
-        self._kinds: dict[Hashable, int] = {}
-        self._kinds_of: dict[int, tuple[int, int]] = {}
-
-    def kind_from(self, sender: int) -> int:
-        """The same for all senders that send this rank alike messages, which make alike tiles."""
-        return self._kinds_with(sender)[0]
-
-    def kind_to(self, receiver: int) -> int:
-        """The same for all receivers to which this rank sends alike messages."""
-        return self._kinds_with(receiver)[1]
-
-    def links_from(self, sender: int) -> list[Link]:
-        """This rank's queries that see keys of `sender`."""
-        parts = self._plan.parts_of(sender) if self.seen else ()
-        return [
-            Link(span.branch, other, span.part, span.start, span.stop)
-            for span in self.seen
-            for other in parts
-            if span.reaches(other)
-        ]
-
-    def links_to(self, receiver: int) -> list[Link]:
-        """Queries of `receiver` that see this rank's keys."""
-        parts = self._plan.parts_of(receiver) if self.shown else ()
-        return [
-            Link(span.branch, span.part, other, span.start, span.stop)
-            for span in self.shown
-            for other in parts
-            if span.reaches(other)
-        ]
-
-    def _kinds_with(self, other: int) -> tuple[int, int]:
-        """The kinds of `other` as a sender and as a receiver."""
-        if other not in self._kinds_of:
-            parts = self._plan.parts_of(other)
-            placed = list(zip(_order(parts), parts, strict=True))
-            self._kinds_of[other] = (
-                self._kind((True, *self._places(self.seen, placed))),
-                self._kind((False, *self._places(self.shown, placed))),
-            )
-        return self._kinds_of[other]
-
-    def _kind(self, places: Hashable) -> int:
-        return self._kinds.setdefault(places, len(self._kinds))
-
-    def _places(self, spans: Sequence[Span], parts: Sequence[tuple[int, Part]]) -> list[int]:
-        """How `parts` lie relative to `spans`: all that tiles and messages depend on.
-
-        Five ints for each pair of a span and a part that it reaches.
-
-        Args:
-            spans: of this rank.
-            parts: of another rank, each with its place in the order of their positions.
-        """
-        found: list[int] = []
-        rates = self._plan.pattern.dilation_rates
-        for number, (branch, _, _, low, high, segment, end) in enumerate(spans):
-            rate = rates[branch]
-            for order, (start, stop, _, local, _, _) in parts:
-                if start < high and low < stop:
-                    first = start if start > segment else segment
-                    size = (stop if stop < end else end) - first
-                    found += number, order, local + first - start, size, (segment - first) % rate
-        return found
-
-
-def crossings_of(plan: PlanSpec, rank: int) -> Crossings:
-    """The segments that `rank` shares with others: one object for plans of different heads."""
-    if plan.whole is not None and plan.whole.covering == plan.covering:
-        return crossings_of(plan.whole, rank)  # which branch covers decides their order
-    known: dict[int, Crossings] = plan.derived.setdefault(Crossings, {})
-    if rank not in known:
-        known[rank] = Crossings(plan, rank)
-    return known[rank]
-
-
-def _order(parts: Sequence[Part]) -> Sequence[int]:
-    """Of each part, how many of them have lower positions."""
-    if all(a.start < b.start for a, b in pairwise(parts)):
-        return range(len(parts))
-    before = {start: number for number, start in enumerate(sorted(x.start for x in parts))}
-    return [before[part.start] for part in parts]
+_T = TypeVar("_T")
 
 
 class Step(NamedTuple):
@@ -141,9 +42,8 @@ class Step(NamedTuple):
         receive: these rows; None: none are needed.
         send: rows that rank ``(rank + s) mod p`` needs; None: none.
         groups: the tiles.
-        storing: of how many groups, the first ones, each slot that they read is read for the first
-            time: all, where no slot is read twice; 1, where the first reads all, being a group none
-            twice; 0, where it may not.
+        storing: how many groups, from the first on, read no slot that was read before: all of them,
+            1 (the first reads every slot) or 0.
     """
 
     step: int
@@ -166,13 +66,17 @@ class Step(NamedTuple):
 class RankPlan:
     """What one rank computes and exchanges; the messages of a step are worked out when asked for.
 
+    Tiles and messages hold local rows. So two ranks whose parts lie alike relative to the segments
+    that they share with this one exchange alike messages with it. Of thousands of steps few differ,
+    and what is worked out for one step holds for all that are alike.
+
     Attributes:
         plan: the plan of all ranks.
         index: the rank.
         world_size: number of ranks.
         covers: whether the first group has every local row of every head as query and as key once.
             It then needs no result to add to.
-        programs: by ``(gathers, backward)``, see `program.lower`.
+        programs: what is kept for running it: see `program.lower` and `engine.RingCall`.
     """
 
     FEW_ADDITIONS = FEW_ADDITIONS
@@ -181,14 +85,12 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
-        self.programs: dict[tuple[bool, bool], Any] = {}
+        self.programs: dict[Hashable, Any] = {}
         self._steps: dict[int, Step] = {}
-        self._crossings = crossings_of(plan, rank)
-        self._arrivals: dict[int, tuple[Message | None, tuple[TileGroup, ...], int]] = {}
-        self._departures: dict[int, Message | None] = {}
-        self._rows: dict[int, int] = {}
-        self._crossing: dict[tuple[Link, ...], tuple[TileGroup, ...]] = {}
-        self._parts = self._crossings.parts
+        self._known: dict[Hashable, Any] = {}
+        self._parts = plan.parts_of(rank)
+        # Where the keys of others lie that queries of this rank see, and queries that see its keys.
+        self._seen, self._shown = plan.crossing_spans(self._parts)
         # Rows that belong to no document are in no tile.
         held = sum(part.stop - part.start for part in self._parts)
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
@@ -199,7 +101,7 @@ class RankPlan:
 
         A rank may hold several ranges of positions, between which there are other positions.
         """
-        return not (self._crossings.seen or self._crossings.shown)
+        return not (self._seen or self._shown)
 
     @property
     def held_rows(self) -> int:
@@ -218,16 +120,38 @@ class RankPlan:
         Args:
             by_rows: of each run of a branch, whether it is; None: none is.
         """
-        links = self._crossings.links_from(self.index)
-        given = self.plan.tiling, self._own_branches, self._parts
-        return own_work(*given, links, self._grouped, by_rows)
+        tiling, links = self.plan.tiling, self._links(self.index, receives=True)
+        groups: list[TileGroup] = []
+        apart: list[Link] = []
+        chosen: dict[int, FlaggedRows] = {}
+        for branch, length in self._own_branches:
+            left: Sequence[OwnRun] = self._own_runs(length)
+            if by_rows is not None:
+                flags = by_rows(branch, self._own_runs(length))
+                chosen[branch] = FlaggedRows(left, flags)
+                left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+            between = [link for link in links if link.branch == branch]
+            if between:
+                left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
+            apart += between
+            own = tiling.own_group(branch, left)
+            groups.extend([own] if own else [])
+        # The same objects for both directions, which kernels' tables are kept by.
+        crossing = self._once(
+            tuple(apart), lambda: group_tiles((link, list(tiling.tiles(link))) for link in apart)
+        )
+        ranges = tuple(own_ranges(self._parts, chosen))
+        zero_keys = zero_key_groups(tiling, self._parts, chosen)
+        return OwnWork(ranges, tuple(groups), crossing, zero_keys)
 
-    def _grouped(self, links: tuple[Link, ...]) -> tuple[TileGroup, ...]:
-        """The tiles of links between parts of this rank: worked out once, for both directions."""
-        if links not in self._crossing:
-            tiling = self.plan.tiling
-            self._crossing[links] = group_tiles((x, list(tiling.tiles(x))) for x in links)
-        return self._crossing[links]
+    def _own_runs(self, length: int | None) -> OwnRuns:
+        return self._once(("runs", length), partial(own_runs, self._parts, length))
+
+    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
 
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:
@@ -241,22 +165,13 @@ class RankPlan:
     @cached_property
     def own_pairs(self) -> float:
         """About how many (query, key) pairs `own_work` computes, over all KV heads."""
-        tiling, of_length = self.plan.tiling, {}
-        pairs = 0.0
+        tiling, pairs = self.plan.tiling, 0.0
         for branch, length in self._own_branches:
-            if length not in of_length:
-                of_length[length] = own_runs(self._parts, length)
-            runs, rate = of_length[length], tiling.pattern.dilation_rates[branch]
+            runs, rate = self._own_runs(length), tiling.pattern.dilation_rates[branch]
             squares = runs.squares / rate**2
             seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
             pairs += len(tiling.heads[branch]) * seen
         return pairs
-
-    def groups(self, *, gathers: bool) -> tuple[tuple[TileGroup, ...], tuple[TileGroup, ...]]:
-        """The tiles that a call computes: those of own keys, and those of received keys."""
-        rounds = self.rounds(gathers=gathers)
-        own = (group for one in rounds for group in one.local_groups)
-        return tuple(own), tuple(g for one in rounds for step in one.steps() for g in step.groups)
 
     @property
     def local(self) -> tuple[Tile, ...]:
@@ -290,7 +205,7 @@ class RankPlan:
         A branch reaches one row in its rate; where it crosses ranks, each part that shares the
         segment adds once.
         """
-        crossing = {span.branch for span in (*self._crossings.seen, *self._crossings.shown)}
+        crossing = {span.branch for span in (*self._seen, *self._shown)}
         others = sum(map(len, self.plan.layout.ranges)) - 1  # of a document
         mean = 0.0
         for branch, rate in enumerate(self.plan.pattern.dilation_rates):
@@ -299,39 +214,30 @@ class RankPlan:
         return mean
 
     def received_rows(self, sender: int) -> int:
-        """Distinct (row, head) pairs that `sender` sends this rank."""
-        return self._count(self._crossings.kind_from(sender), self._crossings.links_from, sender)
-
-    def sent_rows(self, receiver: int) -> int:
-        """Distinct (row, head) pairs that this rank sends `receiver`."""
-        return self._count(self._crossings.kind_to(receiver), self._crossings.links_to, receiver)
-
-    def _count(self, kind: int, links: Callable[[int], list[Link]], other: int) -> int:
-        if kind not in self._rows:
-            self._rows[kind] = self.plan.tiling.count_rows(links(other))
-        return self._rows[kind]
+        """Distinct (row, head) pairs that `sender`, another rank, sends this one."""
+        message = self.step((self.index - sender) % self.world_size).receive
+        return 0 if message is None else message.rows
 
     @cached_property
     def total_received_rows(self) -> int:
         """Distinct (row, head) pairs that this rank receives, over all peers."""
-        return sum(self.received_rows(x) for x in range(self.world_size) if x != self.index)
+        return sum(step.receive.rows for step in self.steps() if step.receive is not None)
 
     @cached_property
     def total_sent_rows(self) -> int:
         """Distinct (row, head) pairs that this rank sends, over all peers."""
-        return sum(self.sent_rows(x) for x in range(self.world_size) if x != self.index)
+        return sum(step.send.rows for step in self.steps() if step.send is not None)
 
     def step(self, step: int) -> Step:
         """What this rank exchanges and computes at step 1 <= `step` < world size."""
         if step not in self._steps:
-            own, world_size = self.index, self.world_size
-            sender, receiver = (own - step) % world_size, (own + step) % world_size
+            sender, receiver = ((self.index + x) % self.world_size for x in (-step, step))
             received, groups, storing = self._arrival(sender)
             sent = self._departure(receiver)
             self._steps[step] = Step(
                 step,
-                None if received is None else received.between(sender, own),
-                None if sent is None else sent.between(own, receiver),
+                None if received is None else replace(received, sender=sender),
+                None if sent is None else replace(sent, receiver=receiver),
                 groups,
                 storing,
             )
@@ -339,24 +245,53 @@ class RankPlan:
 
     def _arrival(self, sender: int) -> tuple[Message | None, tuple[TileGroup, ...], int]:
         """A message like that from `sender`, the tiles that read it, and `Step.storing`."""
-        kind = self._crossings.kind_from(sender)
-        if kind not in self._arrivals:
-            tiling, links = self.plan.tiling, self._crossings.links_from(sender)
+        tiling, links = self.plan.tiling, self._links(sender, receives=True)
+
+        def make() -> tuple[Message | None, tuple[TileGroup, ...], int]:
             message, slots = tiling.message(sender, self.index, links)
             groups = group_tiles(
                 (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
                 for link in links
             )
-            self._arrivals[kind] = message, groups, _storing(message, groups)
-        return self._arrivals[kind]
+            return message, groups, _storing(message, groups)
+
+        return self._once(("from", *self._places(links)), make)
 
     def _departure(self, receiver: int) -> Message | None:
         """A message like that to `receiver`."""
-        kind = self._crossings.kind_to(receiver)
-        if kind not in self._departures:
-            links = self._crossings.links_to(receiver)
-            self._departures[kind], _ = self.plan.tiling.message(self.index, receiver, links)
-        return self._departures[kind]
+        links = self._links(receiver, receives=False)
+        make = partial(self.plan.tiling.message, self.index, receiver, links)
+        return self._once(("to", *self._places(links)), make)[0]
+
+    def _links(self, other: int, *, receives: bool) -> list[Link]:
+        """This rank's queries that see keys of `other`, or the reverse: queries of `other`."""
+        spans = self._seen if receives else self._shown
+        parts = self.plan.parts_of(other) if spans else ()
+        return [
+            Link(
+                span.branch,
+                part if receives else span.part,
+                span.part if receives else part,
+                span.start,
+                span.stop,
+            )
+            for span in spans
+            for part in parts
+            if span.reaches(part)
+        ]
+
+    def _places(self, links: Sequence[Link]) -> list[Hashable]:
+        """How keys and queries lie in local rows: all that a message and its tiles depend on."""
+        rates = self.plan.pattern.dilation_rates
+        starts = sorted({link.keys.start for link in links})  # messages go by positions
+        found: list[Hashable] = []
+        for branch, keys, queries, start, stop in links:
+            found += branch, starts.index(keys.start), queries.local
+            for part in (keys, queries):
+                low = max(part.start, start)
+                size, phase = min(part.stop, stop) - low, (start - low) % rates[branch]
+                found += part.local_row(low), size, phase
+        return found
 
     def steps(self) -> Iterator[Step]:
         """Every step in order; most exchange nothing when segments are shorter than shards."""
@@ -371,7 +306,7 @@ class RankPlan:
 
 def rank_plan(plan: PlanSpec, rank: int) -> RankPlan:
     """What `rank` computes and exchanges: one object for as long as the plan is kept."""
-    known: dict[int, RankPlan] = plan.derived.setdefault(RankPlan, {})
+    known: dict[int, RankPlan] = plan.ranks
     if rank not in known:
         if not 0 <= rank < plan.layout.world_size:
             raise ValueError(f"rank must lie in [0, {plan.layout.world_size}), got {rank}")
@@ -383,7 +318,7 @@ def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
     """See `Step.storing`."""
     if message is None:
         return 0
-    read = [group.keys_read for group in groups]
+    read = [sum(len(x.heads) * x.keys.length for x in group.tiles) for group in groups]
     return len(read) if sum(read) == message.slots else int(read[0] == message.slots)
 
 
@@ -403,32 +338,13 @@ class AttentionPlan(PlanSpec):
     replicated_zero_keys = cache.replicated_zero_keys
 
     def __str__(self) -> str:
-        """A table: what the ranks hold, compute and exchange (the first 16 of them)."""
-        layout, shown = self.layout, range(min(self.layout.world_size, 16))
-        title = (
+        layout = self.layout
+        return (
             f"{self.pattern} over {layout.length} positions on {layout.world_size} "
-            f"rank{'s' * (layout.world_size != 1)}, "
-            f"{self.num_heads} heads, {self.num_kv_heads} KV heads, "
-            f"{'causal' if self.is_causal else 'not causal'}, "
+            f"rank{'s' * (layout.world_size != 1)}, {self.num_heads} heads, "
+            f"{self.num_kv_heads} KV heads, {'causal' if self.is_causal else 'not causal'}, "
             f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
         )
-        rows = [("rank", "positions", "local tiles", "pairs", "rows received", "rows sent")]
-        for rank in map(self.rank, shown):
-            figures = (
-                rank.index,
-                layout.local_length(rank.index),
-                len(rank.local),
-                rank.pairs,
-                rank.total_received_rows,
-                rank.total_sent_rows,
-            )
-            rows.append(tuple(map(str, figures)))  # type: ignore[arg-type]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
-        ]
-        left = layout.world_size - len(shown)
-        return "\n".join([title, *lines, *[f"and {left} more ranks"] * (left > 0)])
 
 
 def plan_attention(

@@ -30,7 +30,7 @@ is a single position (decoding), causal or not, since keys behind it are left ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -70,7 +70,11 @@ class CachedBranch:
 
     def members_before(self, offset: int, position: int) -> int:
         """How many members lie before a position: the number of the next one at or behind it."""
-        return _members_before(self.segment_length, self.dilation_rate, offset, position)
+        if self.segment_length is None:
+            return len(range(offset, position, self.dilation_rate))
+        segment, within = divmod(position, self.segment_length)
+        per_segment = len(range(offset, self.segment_length, self.dilation_rate))
+        return segment * per_segment + len(range(offset, within, self.dilation_rate))
 
     def first_shown(self, offset: int, member: int) -> int:
         """The first member of the segment that `member` lies in."""
@@ -171,10 +175,6 @@ class CachePlan:
     rows: int
 
     def __str__(self) -> str:
-        return self._words
-
-    @cached_property
-    def _words(self) -> str:
         return (
             f"{self.pattern}, {self.num_kv_heads} KV heads, max_length={self.max_length}, "
             f"max_rewind={self.max_rewind}, on {self.shards} ranks"
@@ -276,15 +276,6 @@ def _as_slice(numbers: list[int]) -> slice:
     return slice(numbers[0], numbers[-1] + 1, step)
 
 
-def _members_before(segment_length: int | None, rate: int, offset: int, position: int) -> int:
-    """How many members of a branch lie before a position, at an offset."""
-    if segment_length is None:
-        return len(range(offset, position, rate))
-    segment, within = divmod(position, segment_length)
-    per_segment = len(range(offset, segment_length, rate))
-    return segment * per_segment + len(range(offset, within, rate))
-
-
 @lru_cache(maxsize=64)
 def plan_cache(
     pattern: DilatedPattern,
@@ -319,12 +310,11 @@ def plan_cache(
         heads = tuple(h for h in pattern.heads(index, num_kv_heads) if h.offset < most)
         if not heads:
             continue
-        segment_length = length if ends else None
         reach = most + max_rewind if ends else most
         reach = reach if max_length is None else min(reach, max_length)
-        members = _members_before(segment_length, rate, 0, reach)
-        slots = -(-members // shards)
-        branches.append(CachedBranch(index, segment_length, rate, heads, slots, rows))
+        branch = CachedBranch(index, length if ends else None, rate, heads, 0, rows)
+        slots = -(-branch.members_before(0, reach) // shards)
+        branches.append(replace(branch, slots=slots))
         rows += slots * len(heads)
     return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)
 

@@ -1,18 +1,22 @@
 """A proof, by enumeration, that a plan is right: for tests and small plans.
 
-It expands every tile and message of every rank to positions and compares them with the definition
-of the pattern, so its cost is the number of (branch, head, query, key) quadruples.
+It runs the programs of all ranks with positions in place of tensors, and compares what they compute
+with the definition of the pattern. Its cost is the number of (branch, head, query, key) quadruples.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, product
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, product
+from typing import Any, TypeAlias
 
-from .attention import AttentionPlan, RankPlan, Step
+from .attention import AttentionPlan, Step
 from .program import Action, Program, lower
 from .rows import Message, Rows, Tile, TileGroup
+
+_Quadruples: TypeAlias = Counter[tuple[int, int, int, int]]
 
 
 class PlanError(AssertionError):
@@ -38,118 +42,149 @@ def check_plan(plan: AttentionPlan) -> None:
         PlanError: the first violation found.
     """
     ranks = list(map(plan.rank, range(plan.layout.world_size)))
-    held = [list(chain(*(range(*each) for each in x))) for x in plan.layout.ranges]
+    world = _World([list(chain(*(range(*each) for each in x))) for x in plan.layout.ranges])
     expected = Counter(_expected(plan))
-    known: dict[tuple[RankPlan, ...], Counter[tuple[int, int, int, int]]] = {}
     for gathers, backward in product((True, False), repeat=2):
-        computed: Counter[tuple[int, int, int, int]] = Counter()
-        programs = [lower(rank, gathers=gathers, backward=backward) for rank in ranks]
-        for rank, program in zip(ranks, programs, strict=True):
-            rounds = rank.rounds(gathers=gathers)
-            _check_program(program, rounds, backward)
-            if rounds not in known:
-                known[rounds] = _computed(rounds, held)
-            computed += known[rounds]
-        _compare(computed, expected)
-        _run_together(programs)
+        world.run([lower(rank, gathers=gathers, backward=backward) for rank in ranks], backward)
+        _compare(world.computed, expected)
     zeros: Counter[tuple[int, int, int]] = Counter()
     for rank in ranks:
-        zeros.update(_zero_keys(rank.zero_keys, held[rank.index]))
+        zeros.update(_zero_keys(rank.zero_keys, world.held[rank.index]))
     _compare_zero_keys(zeros, _expected_zero_keys(plan))
 
 
-def _computed(
-    rounds: Sequence[RankPlan], held: list[list[int]]
-) -> Counter[tuple[int, int, int, int]]:
-    """The quadruples that a rank computes in its rounds, whose tiles and messages are checked."""
-    computed: Counter[tuple[int, int, int, int]] = Counter()
-    for one in rounds:
-        own = held[one.index]
-        for number, group in enumerate(one.local_groups):
-            _check_group(group, one.held_rows if one.covers and number == 0 else None)
-        for tile in one.local:
-            computed.update(_quadruples(tile, own, dict.fromkeys(tile.heads, own)))
-        received = sum(_check_step(step, held, computed) for step in one.steps())
-        if received != one.total_received_rows:
-            raise PlanError(f"rank {one.index}: {one.total_received_rows=}, expected {received}")
-    return computed
+@dataclass
+class _World:
+    """All ranks, and what they have done.
 
+    Attributes:
+        held: of each rank, the positions of its local rows.
+        computed: (branch, head, query, key), and how often.
+        sent: by sender and receiver, what was sent in order: kind, rows and message.
+        expected: the same, as receivers expect it.
+        known: what was computed by a group, once it has been checked; and checked steps, by id.
+    """
 
-def _check_program(program: Program, rounds: Sequence[RankPlan], backward: bool) -> None:
-    """That a program does all that the plan of its rank says, each thing once, and in order."""
-    to_compute = Counter(id(x) for one in rounds for x in one.local_groups)
-    to_compute.update(id(x) for one in rounds for step in one.steps() for x in step.groups)
-    to_compute.subtract(id(group) for action in program for group in action.groups)
-    if any(to_compute.values()):
-        raise PlanError(f"a group is not computed once:\n{program}")
-    done: dict[str, list[Step | None]] = {}
-    for action in program:
-        done.setdefault(action.kind, []).append(action.step)
-        if action.kind == "tiles" and action.step is not None:
-            if done.get("wait", [None])[-1] is not action.step:
-                raise PlanError(f"{action} computes what has not arrived last:\n{program}")
-        elif action.kind == "return" and action.step is not done.get("wait", [None])[-1]:
-            raise PlanError(f"{action} returns what has not arrived last:\n{program}")
-    moved = [step for one in rounds for step in one.steps() if step.moves]
-    kinds = ("fetch", "wait", "return", "add") if backward else ("fetch", "wait")
-    if any(list(map(id, done.get(kind, []))) != list(map(id, moved)) for kind in kinds):
-        raise PlanError(f"not every message is started and waited for, in order:\n{program}")
+    held: list[list[int]]
+    computed: _Quadruples = field(default_factory=Counter)
+    sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    expected: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    known: dict[Any, _Quadruples] = field(default_factory=dict)
 
+    def run(self, programs: Sequence[Program], backward: bool) -> None:
+        """Run the programs of all ranks together, each until it waits for what is not sent yet."""
+        self.computed, self.sent, self.expected = Counter(), defaultdict(list), defaultdict(list)
+        running = {r: self._run(r, each, backward) for r, each in enumerate(programs)}
+        before = None
+        while running:
+            waiting = {rank: next(run, None) for rank, run in running.items()}
+            if waiting == before:
+                rank, action = next(iter(waiting.items()))
+                raise PlanError(f"rank {rank} waits for ever at {action}")
+            running = {rank: running[rank] for rank, action in waiting.items() if action}
+            before = waiting
+        if self.sent != self.expected:
+            raise PlanError("a rank does not receive all that another sends it")
 
-def _run_together(programs: Sequence[Program]) -> None:
-    """Run the programs of all ranks: each waits until what it waits for has been sent to it."""
-    sent: dict[tuple[int, int], list[tuple[str, int, object]]] = {}
-    received: Counter[tuple[int, int]] = Counter()
-    awaited: list[dict[str, deque[Callable[[], bool]]]] = [
-        {"wait": deque(), "add": deque()} for _ in programs
-    ]
+    def _run(self, rank: int, program: Program, backward: bool) -> Iterator[Action]:
+        """Run a program; yield the action that waits, as long as it does."""
+        started: dict[str, deque[Any]] = {"wait": deque(), "add": deque()}
+        arrived: list[Step | None] = []
+        returned: list[Step | None] = []
+        for action in program:
+            step = action.step
+            if action.kind == "fetch":
+                started["wait"].append(self._start(rank, action))
+            elif action.kind == "tiles":
+                if step is not None and (not arrived or arrived[-1] is not step):
+                    raise PlanError(f"rank {rank}: {action} computes what has not arrived last")
+                for group in action.groups:
+                    self.computed.update(self._quadruples_of(rank, action, group))
+            elif action.kind == "return":
+                if not arrived or arrived[-1] is not step:
+                    raise PlanError(f"rank {rank}: {action} returns what has not arrived last")
+                returned.append(step)
+                started["add"].append(self._start(rank, action))
+            elif action.kind in started:
+                if not started[action.kind]:
+                    raise PlanError(f"rank {rank} waits for a message before it is started")
+                first, channel, place = started[action.kind].popleft()
+                if first is not step:
+                    raise PlanError(f"rank {rank}: {action} is not what was started first")
+                if channel is not None:
+                    sent, expected = self.sent[channel], self.expected[channel][place]
+                    while place >= len(sent):
+                        yield action
+                    if sent[place] != expected:
+                        text = f"receives {expected}, but {sent[place]} is sent"
+                        raise PlanError(f"rank {rank} {text}")
+                if action.kind == "wait":
+                    self._check_step(step)
+                    arrived.append(step)
+        if any(started.values()):
+            raise PlanError(f"rank {rank}: not every message is waited for:\n{program}")
+        if backward and list(map(id, arrived)) != list(map(id, returned)):
+            raise PlanError(f"rank {rank}: not every message is returned:\n{program}")
 
-    def start(rank: int, action: Action) -> None:
-        """Send what it sends, and note when what it receives will be there."""
-        step, is_fetch = action.step, action.kind == "fetch"
-        assert step is not None
-        # Of rows that travel both ends know the runs.
-        outward, inward = (step.send, step.receive) if is_fetch else (step.receive, step.send)
-        if action.sends is not None and outward is not None:
+    def _start(self, rank: int, action: Action) -> tuple[Step | None, Any, int]:
+        """Start a message; return its step, and the channel and place where its rows arrive."""
+        assert action.step is not None
+        ends = action.step.send, action.step.receive
+        outward, inward = ends if action.kind == "fetch" else ends[::-1]
+        if action.sends is not None:
             given = action.kind, action.sends[1], outward
-            sent.setdefault((rank, action.sends[0]), []).append(given)
-        key, expected = None, None
-        if action.receives is not None and inward is not None:
-            key, expected = (action.receives[0], rank), (action.kind, action.receives[1], inward)
-            received[key] += 1
-        place = received[key] - 1 if key is not None else 0
+            self.sent[rank, action.sends[0]].append(given)
+        if action.receives is None:
+            return action.step, None, 0
+        channel = action.receives[0], rank
+        self.expected[channel].append((action.kind, action.receives[1], inward))
+        return action.step, channel, len(self.expected[channel]) - 1
 
-        def is_there() -> bool:
-            if key is None:
-                return True
-            there = sent.get(key, [])
-            if place < len(there) and there[place] != expected:
-                raise PlanError(f"rank {rank} receives {expected}, but {there[place]} is sent")
-            return place < len(there)
+    def _quadruples_of(self, rank: int, action: Action, group: TileGroup) -> _Quadruples:
+        """What a group computes, which is checked the first time."""
+        key = group, id(action.step)  # steps that are alike share groups
+        if key not in self.known:
+            one, own = action.rank, self.held[rank]
+            covers = action.step is None and one.covers and group is one.local_groups[0]
+            _check_group(group, one.held_rows if covers else None)
+            received = None if action.step is None else action.step.receive
+            keys = own if received is None else [p for _, p in self._slots(received)]
+            self.known[key] = Counter(chain(*(_quadruples(x, own, keys) for x in group.tiles)))
+        return self.known[key]
 
-        awaited[rank]["wait" if is_fetch else "add"].append(is_there)
+    def _check_step(self, step: Step | None) -> None:
+        """That the message of a step has exactly the rows that its tiles read."""
+        if step is None or id(step) in self.known:
+            return
+        self.known[id(step)] = Counter()
+        if step.receive is None:
+            if step.groups:
+                raise PlanError(f"{step} computes tiles but receives nothing")
+            return
+        slots = self._slots(step.receive)
+        needed: set[tuple[int, int]] = set()
+        for tile in step.tiles:
+            if tile.is_causal:
+                raise PlanError(f"a tile with remote keys is diagonal: {tile}")
+            for head, rows in zip(tile.heads, _expand(tile.keys, len(tile.heads)), strict=True):
+                if any(slots[slot][0] != head for slot in rows):
+                    raise PlanError(f"head {head} reads another head's slots: {tile}")
+                needed.update(slots[slot] for slot in rows)
+        if needed != set(slots) or len(needed) != step.receive.rows or not needed:
+            raise PlanError(f"{step.receive} carries {len(set(slots))} rows, not {len(needed)}")
 
-    at, before = [0] * len(programs), None
-    while at != before:
-        before = list(at)
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program):
-                action = program[at[rank]]
-                if action.kind in ("fetch", "return"):
-                    start(rank, action)
-                elif action.kind in ("wait", "add"):
-                    if not awaited[rank][action.kind]:
-                        raise PlanError(f"rank {rank} waits for a message before it is started")
-                    if not awaited[rank][action.kind][0]():
-                        break
-                    awaited[rank][action.kind].popleft()
-                at[rank] += 1
-    for rank, program in enumerate(programs):
-        if at[rank] < len(program):
-            raise PlanError(f"rank {rank} waits for ever at {program[at[rank]]}")
-    for (rank, other), messages in sent.items():
-        if len(messages) != received[rank, other]:
-            raise PlanError(f"rank {other} does not receive all that rank {rank} sends it")
+    def _slots(self, message: Message) -> list[tuple[int, int]]:
+        """The head and the position of each slot."""
+        held = self.held[message.sender]
+        slots: list[tuple[int, int]] = []
+        for run in message.runs:
+            if run.slot != len(slots):
+                raise PlanError(f"run {run} does not start at slot {len(slots)}")
+            for head, rows in zip(run.heads, _expand(run.rows, len(run.heads)), strict=True):
+                slots.extend((head, held[row]) for row in rows)
+        if len(slots) != message.slots:
+            raise PlanError(f"{message} fills {len(slots)} slots")
+        return slots
 
 
 def check_replicated(plan: AttentionPlan, positions: range) -> None:
@@ -163,7 +198,7 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
     Raises:
         PlanError: the first violation found.
     """
-    computed: Counter[tuple[int, int, int, int]] = Counter()
+    computed: _Quadruples = Counter()
     for rank, ranges in enumerate(plan.layout.ranges):
         held = [position for start, stop in ranges for position in range(start, stop)]
         for group in plan.replicated_groups(positions, rank):
@@ -171,16 +206,13 @@ def check_replicated(plan: AttentionPlan, positions: range) -> None:
             if len({tile.is_causal for tile in group.tiles}) > 1:
                 raise PlanError(f"some tiles of a group are causal, some are not: {group.tiles}")
             for tile in group.tiles:
-                keys = dict.fromkeys(tile.heads, held)
-                computed.update(_quadruples(tile, list(positions), keys))
+                computed.update(_quadruples(tile, positions, held))
     _compare(computed, Counter(x for x in _expected(plan) if x[2] in positions))
     expected = {x: n for x, n in _expected_zero_keys(plan).items() if x[2] in positions}
     _compare_zero_keys(_zero_keys(plan.replicated_zero_keys(positions), positions), expected)
 
 
-def _compare(
-    computed: Counter[tuple[int, int, int, int]], expected: Counter[tuple[int, int, int, int]]
-) -> None:
+def _compare(computed: _Quadruples, expected: _Quadruples) -> None:
     if computed != expected:
         missing, extra = expected - computed, computed - expected
         raise PlanError(
@@ -208,7 +240,7 @@ def _expected_zero_keys(plan: AttentionPlan) -> dict[tuple[int, int, int], int]:
     if plan.is_causal or not plan.pattern.zero_keys:
         return {}
     for branch, (length, rate) in enumerate(plan.pattern.branches):
-        for start, stop in zip(plan.documents, plan.documents[1:], strict=False):
+        for start, stop in pairwise(plan.documents):
             w = min(stop - start if length is None else length, stop - start)
             for segment in range(start, stop, w):
                 for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
@@ -230,33 +262,6 @@ def _compare_zero_keys(
         )
 
 
-def _check_step(
-    step: Step, held: list[list[int]], computed: Counter[tuple[int, int, int, int]]
-) -> int:
-    message = step.receive
-    if message is None:
-        if step.tiles:
-            raise PlanError(f"step {step.step} computes tiles but receives nothing: {step.tiles}")
-        return 0
-    for group in step.groups:
-        _check_group(group, None)
-    slots = _slot_positions(message, held[message.sender])
-    needed: set[tuple[int, int]] = set()
-    for tile in step.tiles:
-        if tile.is_causal:
-            raise PlanError(f"a tile with remote keys is diagonal: {tile}")
-        positions = {head: [p for _, p in slots] for head in tile.heads}
-        quadruples = list(_quadruples(tile, held[message.receiver], positions))
-        computed.update(quadruples)
-        needed.update((head, key) for _, head, _, key in quadruples)
-        for head, row in zip(tile.heads, _expand(tile.keys, len(tile.heads)), strict=True):
-            if any(slots[slot][0] != head for slot in row):
-                raise PlanError(f"head {head} reads another head's slots: {tile}")
-    if needed != set(slots) or len(needed) != message.rows or message.rows == 0:
-        raise PlanError(f"{message} carries {len(set(slots))} rows, {len(needed)} are needed")
-    return message.rows
-
-
 def _check_group(group: TileGroup, num_rows: int | None) -> None:
     for name in ("queries", "keys"):
         rows = Counter(
@@ -274,45 +279,29 @@ def _check_group(group: TileGroup, num_rows: int | None) -> None:
             raise PlanError(f"the first group has {len(rows)} {name}, not all {num_rows}")
 
 
-def _slot_positions(message: Message, sender_positions: list[int]) -> list[tuple[int, int]]:
-    slots: list[tuple[int, int]] = []
-    for run in message.runs:
-        if run.slot != len(slots):
-            raise PlanError(f"run {run} does not start at slot {len(slots)}")
-        for head, rows in zip(run.heads, _expand(run.rows, len(run.heads)), strict=True):
-            slots.extend((head, sender_positions[row]) for row in rows)
-    if len(slots) != message.slots:
-        raise PlanError(f"{message} fills {len(slots)} slots")
-    return slots
-
-
 def _expand(rows: Rows, heads: int, segment: int = 0) -> list[range]:
+    """The rows of each head in a segment."""
     start = rows.start + segment * rows.segment_stride
-    return (
-        [
-            range(first, first + rows.length * rows.stride, rows.stride)
-            for first in range(start, start + heads * rows.head_stride, rows.head_stride)
-        ]
-        if rows.head_stride
-        else [range(start, start + rows.length * rows.stride, rows.stride)] * heads
-    )
+    firsts = (start + head * rows.head_stride for head in range(heads))
+    return [range(first, first + rows.length * rows.stride, rows.stride) for first in firsts]
 
 
 def _quadruples(
-    tile: Tile, queries: list[int], keys: dict[int, list[int]]
+    tile: Tile, queries: Sequence[int], keys: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
+    heads = tile.heads
     for segment in range(tile.segments):
-        query_rows = _expand(tile.queries, len(tile.heads), segment)
-        key_rows = _expand(tile.keys, len(tile.heads), segment)
-        for head, q_rows, k_rows in zip(tile.heads, query_rows, key_rows, strict=True):
+        query_rows = _expand(tile.queries, len(heads), segment)
+        key_rows = _expand(tile.keys, len(heads), segment)
+        for head, q_rows, k_rows in zip(heads, query_rows, key_rows, strict=True):
             for i, q in enumerate(q_rows):
                 for k in k_rows[: i + 1] if tile.is_causal else k_rows:
-                    yield tile.branch, head, queries[q], keys[head][k]
+                    yield tile.branch, head, queries[q], keys[k]
 
 
 def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int]]:
     for branch, (length, rate) in enumerate(plan.pattern.branches):
-        for start, stop in zip(plan.documents, plan.documents[1:], strict=False):
+        for start, stop in pairwise(plan.documents):
             w = stop - start if length is None else length
             for segment in range(start, stop, w):
                 for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):

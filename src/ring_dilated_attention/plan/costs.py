@@ -19,7 +19,7 @@ from .rows import TensorSize as TensorSize  # which goes with every function her
 from .rows import TileGroup
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank exchanges in one call. The lower bound: each needed row once."""
 
@@ -74,6 +74,7 @@ def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     sent, received = rank.total_sent_rows, rank.total_received_rows
     element_size = size.accumulate_size if rank.plan.returns_wide else size.element_size
     rows, gradients = size.key_value_bytes, partial(size.key_value_bytes, element_size=element_size)
+    # Not from the programs, which are long where there are thousands of ranks.
     return Traffic(
         forward_sent=rows(sent),
         forward_received=rows(received),
@@ -82,35 +83,26 @@ def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
     )
 
 
-def sent_bytes(rank: RankPlan, size: TensorSize, *, backward: bool) -> int:
-    """Bytes that a rank sends in forward, or, with `backward`, in forward and backward."""
-    found = traffic(rank, size)
-    return found.forward_sent + found.backward_sent * backward
-
-
 def memory(rank: RankPlan, size: TensorSize, *, gathers: bool | None = None) -> Memory:
     """Bytes that a rank holds in forward; `gathers` None: what the plan decides."""
     plan = rank.plan
     local = plan.layout.local_length(rank.index) * size.batch
     queries = local * plan.num_heads * size.head_dim * size.element_size
     keys = local * plan.num_kv_heads * size.head_dim * size.element_size
-    world_size = plan.layout.world_size
-    if plan.gathers if gathers is None else gathers:
-        rows = rank.total_received_rows
-    else:
-        by_step = [
-            one.received_rows((rank.index - s) % world_size)
-            for one in rank.rounds(gathers=False)
-            for s in range(1, world_size)
-        ]
-        rows = max((a + b for a, b in pairwise([*by_step, 0])), default=0)
+    held = most = 0
+    gathers = plan.gathers if gathers is None else gathers
+    for action in lower(rank, gathers=gathers, backward=False):
+        held += action.nbytes(size)[1]
+        most = max(most, held)
+        if action.kind == "tiles" and action.step is not None and action.step.receive is not None:
+            held -= size.key_value_bytes(action.step.receive.rows)
     return Memory(
         query=queries,
         key=keys,
         value=keys,
         out=queries,
         lse=local * plan.num_heads * size.accumulate_size,
-        buffers=size.key_value_bytes(rows),
+        buffers=most,
     )
 
 
@@ -119,24 +111,14 @@ def flops(rank: RankPlan, size: TensorSize) -> int:
     return 4 * size.batch * size.head_dim * rank.pairs
 
 
-def flops_of_rank(plan: AttentionPlan, size: TensorSize, rank: int) -> int:
-    """`flops` of one rank, counted without planning it.
+def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
+    """`flops` of every rank, counted without planning them: quick for thousands of ranks.
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
     """
-    return _flops(plan, size, plan.layout.ranges[rank : rank + 1])[0]
-
-
-def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
-    """`flops_of_rank` of every rank: quick for thousands of ranks."""
-    return _flops(plan, size, plan.layout.ranges)
-
-
-def _flops(
-    plan: AttentionPlan, size: TensorSize, ranks: Sequence[Sequence[tuple[int, int]]]
-) -> list[int]:
     before = cache(partial(_pairs_before, plan))
     per_pair = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
+    ranks = plan.layout.ranges
     return [per_pair * sum(before(b) - before(a) for a, b in ranges) for ranges in ranks]
 
 
@@ -169,19 +151,15 @@ def _pairs_before(plan: AttentionPlan, position: int) -> int:
 
 
 def enumerated(plan: AttentionPlan) -> int:
-    """How many things `check_plan` looks at, about: what its time and memory grow with.
+    """How many things `check_plan` looks at, at most: what its time and memory grow with.
 
-    They are (branch, KV head, query, key) quadruples, positions, the segments of every KV head,
+    They are (branch, KV head, query, key) quadruples, the positions of every branch and KV head,
     and the steps of every rank.
     """
-    segments = sum(
-        -(-(stop - start) // min(length or stop - start, stop - start))
-        for start, stop in pairwise(plan.documents)
-        for length, _ in plan.pattern.branches
-    )
     size = TensorSize(batch=1, head_dim=1, element_size=1)
     pairs = sum(flops_by_rank(plan, size)) // (4 * (plan.num_heads // plan.num_kv_heads))
-    return pairs + plan.layout.length + segments * plan.num_kv_heads + plan.layout.world_size**2
+    rows = plan.layout.length * len(plan.pattern.branches) * plan.num_kv_heads
+    return pairs + rows + plan.layout.world_size**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,19 +239,13 @@ class Prediction:
     across_bytes: int
 
 
-def host_of_ranks(hosts: int, ranks_per_host: int) -> tuple[int, ...]:
-    """The host of each rank, where ranks are numbered host by host."""
-    return tuple(rank // ranks_per_host for rank in range(hosts * ranks_per_host))
-
-
 def predict(
     rank: RankPlan,
     size: TensorSize,
     rates: Rates,
     *,
     backward: bool,
-    hosts: Sequence[int] | None = None,
-    gathers: bool | None = None,
+    hosts: int = 1,
 ) -> Prediction:
     """Predict forward, or backward alone, of one rank: run its program by the clock of the rates.
 
@@ -284,15 +256,13 @@ def predict(
         size: what turns rows into bytes and pairs into operations.
         rates: how fast ranks compute, and how fast rows travel.
         backward: which direction.
-        hosts: host of each rank; None: all are on one. A rank receives all rows of other hosts
-            across the network, also those that its neighbours receive too.
-        gathers: whether all rows travel at once; None: what the plan decides.
+        hosts: how many hosts, on which the ranks are numbered one after the other. A rank receives
+            all rows of other hosts across the network, also those that its neighbours receive too.
     """
-    gathers = rank.plan.gathers if gathers is None else gathers
-    program = lower(rank, gathers=gathers, backward=backward)
+    program = lower(rank, gathers=rank.plan.gathers, backward=backward)
     compute_rates = rates.backward if backward else rates.forward
-    hosts = [0] * rank.world_size if hosts is None else hosts
-    slower = rates.beside_transfers if rank.total_received_rows else 1.0
+    per_host = rank.world_size // hosts
+    slower = rates.beside_transfers if any(x.receives for x in program) else 1.0
     per_pair = 4 * size.batch * size.head_dim * (2.5 if backward else 1) / compute_rates.flops
     per_pair *= rank.plan.num_heads // rank.plan.num_kv_heads
     known: dict[int, float] = {}  # by the identity of groups, which plans keep
@@ -313,7 +283,7 @@ def predict(
         if action.kind in ("fetch", "return"):
             arrival = now
             if action.receives is not None:
-                across = hosts[action.receives[0]] != hosts[rank.index]
+                across = action.receives[0] // per_host != rank.index // per_host
                 link, nbytes = (rates.inside, rates.across)[across], action.nbytes(size)[1]
                 free[across] = max(now, free[across]) + nbytes / link.bytes_per_second
                 arrival = free[across] + link.latency

@@ -171,7 +171,7 @@ def _fetches(steps: Sequence[tuple[RankPlan, Step]]) -> Iterator[list[Action]]:
     found: list[list[Action]] = []
     following: Message | None = None
     for one, step in reversed(steps):
-        keeps = step.send is not None and step.send.is_same_for(following)
+        keeps = bool(step.send and following and step.send.runs == following.runs)
         found.append([Action("fetch", one, step, keeps=keeps)] * step.moves)
         following = step.send or following
     return reversed(found)

@@ -174,11 +174,6 @@ class TileGroup:
         """All of them, one by one."""
         return (*self.single, *chain.from_iterable(many.tiles() for many in self.packed))
 
-    @property
-    def keys_read(self) -> int:
-        """How many (row, head) pairs the tiles have as keys."""
-        return sum(len(t.heads) * t.segments * t.keys.length for t in self.tiles)
-
 
 class Run(NamedTuple):
     """Rows of a message: row i of head number j goes to slot ``slot + j * rows.length + i``."""
@@ -207,14 +202,6 @@ class Message(_Referable):
     runs: tuple[Run, ...]
     slots: int
     rows: int
-
-    def between(self, sender: int, receiver: int) -> Message:
-        """The same rows from and to other ranks."""
-        return Message(sender, receiver, self.runs, self.slots, self.rows)
-
-    def is_same_for(self, other: Message | None) -> bool:
-        """Whether a message of the same sender has the same rows, in the same order."""
-        return other is not None and self.runs == other.runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,13 +290,9 @@ def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) 
         first = bisect_right(documents, start) - 1
         last = bisect_left(documents, stop)
         behind = local - start
-        inside = pairwise(documents[first : last + 1])
-        own = [Part(low, high, rank, low + behind, low, high) for low, high in inside]
-        for place in (0, -1) if own else ():  # where the range may begin and end within a document
-            *_, low, high = own[place]
+        for low, high in pairwise(documents[first : last + 1]):
             begin, end = max(low, start), min(high, stop)
-            own[place] = Part(begin, end, rank, begin + behind, low, high)
-        parts += own
+            parts.append(Part(begin, end, rank, begin + behind, low, high))
         local += stop - start
     return parts
 
@@ -388,35 +371,16 @@ def own_runs(parts: Sequence[Part], length: int | None) -> OwnRuns:
     than one.
     """
     found: list[OwnRun] = []
-    last = 0, 0, 0, 0
     for part in parts:
-        start, stop, _, local, document_start, document_stop = part
-        size = stop - start
-        if start != document_start or stop != document_stop:
-            own = [
-                (
-                    min(high, stop) - max(low, start),
-                    max(low, start) - low,
-                    local + max(low, start) - start,
-                    count,
-                )
-                for low, high, count in own_segments(part, length)
-            ]
-        elif length is None or size <= length:
-            own = [(size, 0, local, 1)]
-        else:
-            full, rest = divmod(size, length)
-            own = [(length, 0, local, full)]
-            if rest:
-                own.append((rest, 0, local + size - rest, 1))
-        for run in own:
-            size, phase, row, copies = last
-            if size == run[0] and phase == run[1] and row + size * copies == run[2]:
-                last = size, phase, row, copies + run[3]
-                continue
-            found.append(OwnRun(*last))
-            last = run
-    return OwnRuns((*found[1:], OwnRun(*last)) if parts else ())
+        for low, high, count in own_segments(part, length):
+            begin = max(low, part.start)
+            run = OwnRun(min(high, part.stop) - begin, begin - low, part.local_row(begin), count)
+            last = found[-1] if found else OwnRun(0, 0, 0, 0)
+            if last[:2] == run[:2] and last.local + last.size * last.copies == run.local:
+                found[-1] = last._replace(copies=last.copies + count)
+            else:
+                found.append(run)
+    return OwnRuns(found)
 
 
 def join_runs(

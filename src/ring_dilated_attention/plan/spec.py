@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,6 @@ class PlanSpec:
         num_kv_heads: number of KV heads.
         documents: cumulative lengths ``[0, ..., n]`` of the documents; ``(0, n)`` is one document.
         narrowed_to: the KV heads that the plan is for; None: all of them.
-        whole: the plan of all KV heads that `narrowed` made this one from; None: this plan is for
-            all of them.
     """
 
     pattern: DilatedPattern
@@ -52,29 +50,16 @@ class PlanSpec:
     num_kv_heads: int
     documents: tuple[int, ...]
     narrowed_to: range | None = None
-    whole: Self | None = field(default=None, init=False, compare=False, repr=False)
 
     @cached_property
-    def derived(self) -> dict[Hashable, Any]:
-        """What has been worked out from the spec, by what it is: kept as long as the spec."""
+    def ranks(self) -> dict[int, Any]:
+        """The `RankPlan` of each rank that was asked for."""
         return {}
 
     @property
     def kv_heads(self) -> range:
         """The KV heads that the plan is for."""
         return range(self.num_kv_heads) if self.narrowed_to is None else self.narrowed_to
-
-    @cached_property
-    def _narrowed(self) -> dict[range, Self]:
-        return {}
-
-    def narrowed(self, kv_heads: range) -> Self:
-        """The same for some of the KV heads. Heads have nothing to do with each other."""
-        if kv_heads not in self._narrowed:
-            narrowed = replace(self, narrowed_to=kv_heads)
-            object.__setattr__(narrowed, "whole", self.whole or self)
-            self._narrowed[kv_heads] = narrowed
-        return self._narrowed[kv_heads]
 
     @cached_property
     def single_branches(self) -> tuple[Self, ...]:
@@ -101,7 +86,7 @@ class PlanSpec:
         if count == 1:
             return (self,)
         borders = (total * i // count for i in range(count + 1))
-        return tuple(self.narrowed(range(a, b)) for a, b in pairwise(borders))
+        return tuple(replace(self, narrowed_to=range(a, b)) for a, b in pairwise(borders))
 
     @cached_property
     def covering(self) -> int | None:

@@ -1,13 +1,14 @@
 """From links and runs to tiles and messages: rows as evenly spaced local rows, heads batched.
 
 `group_tiles` joins tiles of links between different parts where they make one, and puts them into
-few groups. `own_work` splits what a rank computes of its own positions: row by row, or by tiles.
+few groups. `own_ranges` are the rows that a rank computes row by row, in place of tiles.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby
@@ -20,7 +21,6 @@ from .rows import (
     Link,
     Message,
     OwnRun,
-    OwnRuns,
     PackedTiles,
     Part,
     Rows,
@@ -28,18 +28,12 @@ from .rows import (
     Tile,
     TileGroup,
     dilated_rows,
-    join_runs,
-    own_runs,
     own_segments,
     union_size,
 )
 
 _MANY = 8
 """Tiles that differ in start and length alone are kept together if there are at least this many."""
-
-MOST_TWINS = 4096
-"""Kinds of runs whose tiles a `Tiling` keeps, at about a kilobyte each: documents of ever new
-lengths would make it grow without end."""
 
 
 class _HeadRows(NamedTuple):
@@ -50,15 +44,6 @@ class _HeadRows(NamedTuple):
     query_count: int
     key: int
     key_count: int
-
-
-class _Twin(NamedTuple):
-    """A tile whose queries are its keys, in a single segment that starts at local row 0."""
-
-    heads: range
-    start: int
-    length: int
-    head_stride: int
 
 
 @lru_cache(maxsize=64)
@@ -144,17 +129,21 @@ class Tiling:
         tiles: list[Tile] = []
         alike: dict[tuple[int, int], list[OwnRun]] = {}
         for run in runs:
-            if run.copies == 1:
-                alike.setdefault(_kind(run, rate), []).append(run)
-            else:
-                tiles.extend(self.run_tiles(branch, run))
+            alike.setdefault(_kind(run, rate), []).append(run)
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
-        for kind, single in alike.items():
+        for kind, own in alike.items():
+            single = [run for run in own if run.copies == 1]
             longer = [(run.size - kind[1]) // rate for run in single]
-            for heads, first, length, step in self._twins(branch, *kind):
-                starts, lengths = packed.setdefault((heads, step), ([], []))
+            for tile in _twins(self, branch, *kind):
+                first, length, _, step, _ = tile.queries
+                starts, lengths = packed.setdefault((tile.heads, step), ([], []))
                 starts.extend([run.local + first for run in single])
                 lengths.extend([length + x for x in longer])
+                for size, _, local, copies in own:
+                    if copies > 1:
+                        more = (size - kind[1]) // rate
+                        rows = Rows(local + first, length + more, rate, step, size)
+                        tiles.append(tile._replace(segments=copies, queries=rows, keys=rows))
         many: list[PackedTiles] = []
         for (heads, step), (starts, lengths) in packed.items():
             found = PackedTiles(
@@ -165,36 +154,6 @@ class Tiling:
             else:
                 tiles.extend(found.tiles())
         return TileGroup(tuple(tiles), tuple(many)) if tiles or many else None
-
-    def run_tiles(self, branch: int, run: OwnRun) -> Iterator[Tile]:
-        """The tiles of a run whose positions are queries and keys alike."""
-        rate = self.pattern.dilation_rates[branch]
-        kind = _kind(run, rate)
-        more = (run.size - kind[1]) // rate
-        stride = run.size if run.copies > 1 else 0
-        for heads, first, length, step in self._twins(branch, *kind):
-            rows = Rows(run.local + first, length + more, rate, step, stride)
-            yield Tile(branch, heads, run.copies, self.is_causal, rows, rows)
-
-    def _twins(self, branch: int, phase: int, count: int) -> tuple[_Twin, ...]:
-        """The tiles of `count` positions, `phase` behind the start of their segment."""
-        kind = branch, phase, count
-        twins = self.known_twins.get(kind)
-        if twins is None:
-            part = Part(phase, phase + count, 0, 0, 0, phase + count)
-            twins = tuple(
-                _Twin(tile.heads, tile.queries.start, tile.queries.length, tile.queries.head_stride)
-                for tile in self.tiles(Link(branch, part, part, 0, phase + count))
-            )
-            if len(self.known_twins) >= MOST_TWINS:
-                self.known_twins.clear()
-            self.known_twins[kind] = twins
-        return twins
-
-    @cached_property
-    def known_twins(self) -> dict[tuple[int, int, int], tuple[_Twin, ...]]:
-        """Tiles of runs, by branch, phase and number of positions; at most `MOST_TWINS`."""
-        return {}
 
     def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
         """Per (branch, segment, part of the sender), the (head, positions) that queries need."""
@@ -209,34 +168,6 @@ class Tiling:
                     needed.append((head, keys))
             if needed:
                 yield group[0], needed
-
-    def count_rows(self, links: Sequence[Link]) -> int:
-        """Distinct (row, head) pairs in the message of these links."""
-        if not links:
-            return 0
-        entries: dict[tuple[int, int, int], Link] = {}
-        for link in links:
-            entries.setdefault(link.message_entry, link)
-        if len({link.keys.start for link in entries.values()}) == len(entries):
-            # No two entries can share a row. The usual case by far, so it is made fast.
-            counts = [self._count_entry(link) for link in entries.values()]
-            if None not in counts:
-                return sum(filter(None, counts))
-        by_head: dict[int, list[range]] = {}
-        for _, needed in self._entries(links):
-            for head, keys in needed:
-                by_head.setdefault(head, []).append(keys)
-        return sum(map(union_size, by_head.values()))
-
-    def _count_entry(self, link: Link) -> int | None:
-        """Rows of one entry over all heads; None where some head may have no queries for it."""
-        rate = self.pattern.dilation_rates[link.branch]
-        queries = min(link.queries.stop, link.stop) - max(link.queries.start, link.start)
-        if queries < rate:
-            return None
-        low = max(link.keys.start, link.start)
-        phase, last = link.start - low, min(link.keys.stop, link.stop) - low + rate - 1
-        return sum([(last - (phase + o) % rate) // rate for _, o in self.heads[link.branch]])
 
     def message(
         self, sender: int, receiver: int, links: Sequence[Link]
@@ -266,7 +197,18 @@ class Tiling:
                 }
         if not runs:
             return None, first_slots
-        return Message(sender, receiver, tuple(runs), slots, self.count_rows(links)), first_slots
+        of_parts = Counter(start for _, start, _ in {link.message_entry for link in links})
+        # Only entries of the same part can share rows.
+        distinct = slots if of_parts.most_common(1)[0][1] == 1 else self._count(links)
+        return Message(sender, receiver, tuple(runs), slots, distinct), first_slots
+
+    def _count(self, links: Iterable[Link]) -> int:
+        """Distinct (row, head) pairs in the message of these links."""
+        by_head: dict[int, list[range]] = {}
+        for _, needed in self._entries(links):
+            for head, keys in needed:
+                by_head.setdefault(head, []).append(keys)
+        return sum(map(union_size, by_head.values()))
 
     def _chains(self, links: Iterable[Link]) -> Iterator[list[tuple[Link, list[_HeadRows]]]]:
         """The entries of a message, those together whose rows go on where the last ones end."""
@@ -287,6 +229,13 @@ class Tiling:
             chain.append((link, heads))
         if chain:
             yield chain
+
+
+@lru_cache(maxsize=4096)
+def _twins(tiling: Tiling, branch: int, phase: int, count: int) -> tuple[Tile, ...]:
+    """The tiles of `count` local rows, `phase` positions behind the start of their segment."""
+    part = Part(phase, phase + count, 0, 0, 0, phase + count)
+    return tuple(tiling.tiles(Link(branch, part, part, 0, phase + count)))
 
 
 def _kind(run: OwnRun, rate: int) -> tuple[int, int]:
@@ -440,49 +389,7 @@ class OwnWork(NamedTuple):
     zero_keys: tuple[TileGroup, ...]
 
 
-def own_work(
-    tiling: Tiling,
-    branches: Sequence[tuple[int, int | None]],
-    parts: Sequence[Part],
-    links: Sequence[Link],
-    group_links: Callable[[tuple[Link, ...]], tuple[TileGroup, ...]],
-    by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None,
-) -> OwnWork:
-    """Split the work of a rank on its own positions.
-
-    Args:
-        tiling: of the pattern.
-        branches: number and segment length of each (None: no document is longer), in the order in
-            which groups are to come.
-        parts: what the rank holds.
-        links: between two different ones of these parts.
-        group_links: makes the tiles of links.
-        by_rows: of each run of a branch, whether it is computed row by row; None: none is.
-    """
-    groups: list[TileGroup] = []
-    apart: list[Link] = []
-    runs: dict[int | None, OwnRuns] = {}
-    chosen: dict[int, _Chosen] = {}
-    for branch, length in branches:
-        if length not in runs:
-            runs[length] = own_runs(parts, length)
-        left: Sequence[OwnRun] = runs[length]
-        if by_rows is not None:
-            flags = by_rows(branch, runs[length])
-            chosen[branch] = _Chosen(left, flags)
-            left = [run for run, flag in zip(left, flags, strict=True) if not flag]
-        between = [link for link in links if link.branch == branch]
-        if between:
-            left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
-        apart += between
-        own = tiling.own_group(branch, left) if left else None
-        groups.extend([own] if own else [])
-    crossing = group_links(tuple(apart))
-    ranges = tuple(_ranges(parts, chosen)) if any(x.any for x in chosen.values()) else ()
-    return OwnWork(ranges, tuple(groups), crossing, zero_key_groups(tiling, parts, chosen))
-
-
-def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[OwnRange]:
+def own_ranges(parts: Sequence[Part], chosen: Mapping[int, FlaggedRows]) -> Iterator[OwnRange]:
     """Parts, cut where the branches that are computed row by row change."""
     changes: dict[int, int] = {}  # which branches change at a local row
     for branch, each in chosen.items():
@@ -503,24 +410,21 @@ def _ranges(parts: Sequence[Part], chosen: Mapping[int, _Chosen]) -> Iterator[Ow
             yield OwnRange(start, stop, shift, document, low, stop, kinds[number])
 
 
-class _Chosen:
+class FlaggedRows:
     """Which local rows are computed row by row: those of the runs that are flagged.
 
     Attributes:
         first: whether the first run is.
-        any: whether some run is.
         borders: rows at which that changes.
     """
 
     def __init__(self, runs: Sequence[OwnRun], flags: Sequence[bool]) -> None:
-        self.first, self.any = bool(flags) and flags[0], any(flags)
-        self.borders: list[int] = []
-        if self.any and not all(flags):
-            self.borders = [
-                run.local
-                for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
-                if flag is not last
-            ]
+        self.first = bool(flags) and flags[0]
+        self.borders = [
+            run.local
+            for run, last, flag in zip(runs[1:], flags[:-1], flags[1:], strict=True)
+            if flag is not last
+        ]
 
     def has(self, row: int) -> bool:
         """Whether a row is."""
@@ -528,7 +432,7 @@ class _Chosen:
 
 
 def zero_key_groups(
-    tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, _Chosen] | None = None
+    tiling: Tiling, parts: Sequence[Part], chosen: Mapping[int, FlaggedRows] | None = None
 ) -> tuple[TileGroup, ...]:
     """The queries of `parts` that see zero keys, and how many.
 
@@ -563,29 +467,22 @@ def zero_key_groups(
 
 
 def _zero_key_tiles(
-    tiling: Tiling, branch: int, part: Part, left_out: _Chosen | None
+    tiling: Tiling, branch: int, part: Part, left_out: FlaggedRows | None
 ) -> Iterator[Tile]:
     length, rate = tiling.pattern.branches[branch]
     w = part.segment_length(length)
     full = -(-w // rate)
-    offsets = dict(tiling.heads[branch])
     for start, stop, count in own_segments(part, length):
         size, first_row = stop - start, part.local_row(max(start, part.start))
         if full * rate == size or (left_out is not None and left_out.has(first_row)):
             continue  # as all full segments of a length that the rate divides
-        if part.start <= start and stop <= part.stop:
-            for tile in tiling.run_tiles(branch, OwnRun(size, 0, first_row, count)):
-                if zeros := full - tile.queries.length:
-                    yield tile._replace(keys=Rows(0, zeros, 0, 0))
-            continue
-        missing = {head: full - len(range(own, size, rate)) for head, own in offsets.items()}
+        missing = {head: full - len(range(o, size, rate)) for head, o in tiling.heads[branch]}
         for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
             # Heads of a tile have as many rows in the part, but not always in the segment.
-            first = 0
+            first, rows = 0, tile.queries
             for zeros, alike in groupby([missing[head] for head in tile.heads]):
                 heads = len(list(alike))
                 if zeros:
-                    rows = tile.queries
                     yield tile._replace(
                         heads=tile.heads[first : first + heads],
                         queries=rows._replace(start=rows.start + first * rows.head_stride),

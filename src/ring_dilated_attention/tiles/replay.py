@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..caches import keep_few
+from ..kernels import keep_few
 
 MOST_KEPT = 1024
 """Kinds of calls that are kept, at about 2 KB each."""

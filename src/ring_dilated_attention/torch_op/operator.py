@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..engine import TABLES, RingCall, ring_backward, ring_forward
+from ..engine import RingCall, ring_backward, ring_forward
 from ..exchange import Exchange, exchange_named, own_exchange, refuse_capture, settle, together
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
@@ -121,12 +121,12 @@ call among those of its group, (0,) without a group. measured and borders are No
 documents. The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = define(
     _library,
-    "backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-    f"Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
+    "backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
 )
-"""(dout, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery, dkey,
-dvalue), contiguous, each as its input."""
+"""(dout, dlse, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery,
+dkey, dvalue), contiguous, each as its input. dlse is like lse, or None: nothing depends on it."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -156,13 +156,15 @@ class RingDilatedAttention(torch.autograd.Function):
     Where branch weights are taken for constants, delta is that of the tile's branch: rowsum(dO_i *
     its own O_i), which is worked out again; L_i is the merged one.
 
+    A gradient dL_i of the lse adds P * dL_i to P * (dO_t V_t^T - delta_i). The same kernels do
+    that for one more column: of 1 in V_t, of dL_i in dO_i, and of 0 in O_i.
+
     Since the merged softmax is one softmax, every tile uses the same L_i and delta_i, and gradients
     only add up. Transfers of step s+1 (ring), or of all steps (gather), run behind the tiles of
     step s; gradients of step s are returned behind the tiles of step s+1. A ring does all this for
     a few heads at a time. Gradients of remote rows are returned in the dtype of the inputs, in
     which kernels return them; in float32 where many tiles add to a row. float32 is float64 for
-    float64 inputs. The lse is returned for
-    use outside of autograd: it is marked non-differentiable.
+    float64 inputs.
     """
 
     @staticmethod
@@ -176,18 +178,20 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
         ctx.options = FlatOptions(*options)
         ctx.ends = own_exchange(ctx.options.group)  # kept for backward, which goes by its name
-        ctx.mark_non_differentiable(lse, identity)
+        ctx.mark_non_differentiable(identity)
+        ctx.set_materialize_grads(False)  # a gradient of lse costs something
 
     @staticmethod
     def backward(  # noqa: D102
-        ctx: Any, dout: torch.Tensor, *rest: torch.Tensor
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *rest: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        options = ctx.options
+        options, saved = ctx.options, ctx.saved_tensors
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
 
         def gradient(*x: Any) -> Any:
             return BACKWARD(*x, *options)
 
-        gradients = once_differentiable("dilated_attention", gradient, dout, *ctx.saved_tensors)
+        gradients = once_differentiable("dilated_attention", gradient, dout, dlse, *saved)
         return *gradients, *[None] * (2 + len(options))
 
 
@@ -199,7 +203,6 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     named = _options(*options)
     ends = exchange_named(named.group)
-    TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
         with together(scope, ends, query.device, later=True) as agreed:
@@ -242,8 +245,33 @@ def _identity(group: str, query: torch.Tensor, number: int | None = None) -> tor
     return torch.scalar_tensor(number, dtype=torch.int64)
 
 
+_ONE_MORE = 8
+"""Columns that make room for one: kernels take multiples of 8."""
+
+
+def _with_dlse(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+) -> list[torch.Tensor]:
+    """dout, query, key, value and out whose backward is that of dout and dlse: see above."""
+    room = 0, _ONE_MORE - 1
+    column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
+    pad = torch.nn.functional.pad
+    return [
+        pad(torch.cat((dout, column), -1), room),
+        *(pad(x, (0, _ONE_MORE)) for x in (query, key)),
+        pad(pad(value, (0, 1), value=1.0), room),
+        pad(out, (0, _ONE_MORE)),
+    ]
+
+
 def _backward(
     dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -255,14 +283,29 @@ def _backward(
     named = _options(*options)
     KNOWN_LENGTHS.forget()
     ends = exchange_named(named.group)
-    TABLES.start_call()
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
-    with ends.calls.enter("dilated_attention", "backward", forward) as scope:
-        settle(scope, ends, query.device, later=True)
-        resolved = resolve(named, query, key, ends)
+    part = "backward" if dlse is None else "backward of lse, too,"
+    with ends.calls.enter("dilated_attention", part, forward) as scope:
+        if dlse is None:
+            settle(scope, ends, query.device, later=True)
+            resolved = resolve(named, query, key, ends)
+            tensors = dout, query, key, value, out, lse
+            dquery, dkey, dvalue = _by_rows(ring_backward, tensors, named, ends, resolved)
+            return dquery, dkey, dvalue
+        head_dim = query.shape[3]
+        with together(scope, ends, query.device, later=True):
+            if named.detached:
+                raise ValueError(
+                    "branch_gradients='detached' has no gradient of lse: detach the lse, or take "
+                    "'exact'"
+                )
+            named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
+            dout, query, key, value, out = _with_dlse(dout, dlse, query, key, value, out)
+            resolved = resolve(named, query, key, ends)
         tensors = dout, query, key, value, out, lse
-        dquery, dkey, dvalue = _by_rows(ring_backward, tensors, named, ends, resolved)
+        found = _by_rows(ring_backward, tensors, named, ends, resolved)
+        dquery, dkey, dvalue = (x[..., :head_dim].contiguous() for x in found)
         return dquery, dkey, dvalue
 
 
@@ -291,7 +334,12 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -325,12 +373,13 @@ def _forward_flops(
     for rows, plan in plan_rows(flat, shape, int(key[2]), ends.world_size):
         batch = len(range(shape[0])[rows])
         size = costs.TensorSize(batch=batch, head_dim=shape[3], element_size=1)
-        flops += costs.flops_of_rank(plan, size, ends.rank)
+        flops += costs.flops_by_rank(plan, size)[ends.rank]
     return flops
 
 
 def _backward_flops(
     dout: Sequence[int],
+    dlse: Sequence[int] | None,
     query: Sequence[int],
     key: Sequence[int],
     value: Sequence[int],
@@ -376,8 +425,8 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-# Importing the counter imports Triton, or warns that there is none. So the formulas are registered
-# when somebody else has imported it: now, or later.
+# Importing the counter imports Triton, which reads TRITON_INTERPRET then, or warns that there is
+# none. So the formulas are registered when somebody else has imported it: now, or later.
 _COUNTER = "torch.utils.flop_counter"
 if _COUNTER in sys.modules:
     _register_flops(sys.modules[_COUNTER])

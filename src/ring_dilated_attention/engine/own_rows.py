@@ -1,0 +1,196 @@
+"""A rank's own rows, computed row by row over several branches in one launch.
+
+The table-driven kernels of one branch after the other wait for each other and read and write the
+result once a branch. Where all tiles of a branch are small, its rows join one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
+from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
+from .compute import Gradients, Inputs, Merged, Result, TileCall
+from .device_tables import TABLES
+
+BLOCK_ROWS = 64
+"""Rows of a block of the kernels at most."""
+FEWEST_ROWS = 4
+"""Of a cell, for its branch to be computed row by row: with fewer, most of a block is empty."""
+MOST_SHARE = 0.25
+"""Of the blocks of all rows: as many may be nearly empty. A few cells of fewer rows do not get a
+launch of their own."""
+
+
+class OwnLaunch:
+    """Ranges of rows that are computed in one launch; keeps no reference to its plan.
+
+    `stores` are bits of branches: see `own_programs.build_programs`.
+    """
+
+    def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
+        plan = one.plan
+        self.ranges, self._stores = ranges, stores
+        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
+        self._branches = _branches(plan.pattern.branches)
+        self._offsets = plan.tiling.offsets
+        self._rows = max([each.high - each.low for each in ranges])
+        self._configs: dict[Hashable, LaunchConfig] = {}
+
+    def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
+        """How a kernel is launched."""
+        given, device, rows = (kernel, query.shape[3], query.dtype), query.device, self._rows
+        key = (*given, device)
+        if key not in self._configs:
+            self._configs[key] = default_config(*given, queries=rows, keys=rows, device=device)
+        return self._configs[key]
+
+    def programs(self, block: int, device: torch.device) -> own_programs.Programs:
+        """The tables on the device, for blocks of `block` rows."""
+        build = partial(
+            own_programs.build_programs,
+            self.ranges,
+            self._branches,
+            self._offsets,
+            block=block,
+            is_causal=self.is_causal,
+            stores=self._stores,
+            device=device,
+        )
+        return TABLES.get(self, (block, device), device, build)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSchedule:
+    """How a rank computes tiles whose queries and keys it holds, in this order.
+
+    Attributes:
+        covering: no group, or the one that has every row as query and key once, and so needs no
+            result to add to; but for rows that a launch has.
+        launches: what is computed row by row.
+        others: further groups.
+        zero_keys: those that are left to be merged.
+    """
+
+    covering: tuple[TileGroup, ...]
+    launches: tuple[OwnLaunch, ...]
+    others: tuple[TileGroup, ...]
+    zero_keys: tuple[TileGroup, ...]
+
+
+def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
+    """Schedule the tiles whose queries and KV are local to a rank."""
+    flops = call.limits.own
+    plan = one.plan
+    longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
+    fits = (
+        longest <= own_programs.MOST_POSITIONS
+        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
+    )
+    if not flops or not fits:
+        groups = one.local_groups
+        first = groups[:1] if one.covers else ()
+        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
+    factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
+    work = one.own_work(by_rows(one, factor, flops))
+    launches: list[OwnLaunch] = []
+    if work.ranges:
+        stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
+        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
+        launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
+    covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
+    first = work.groups[: int(covers)]
+    others = (*work.groups[len(first) :], *work.crossing)
+    return OwnSchedule(first, tuple(launches), others, work.zero_keys)
+
+
+def by_rows(one: RankPlan, factor: int, flops: float) -> Callable[[int, OwnRuns], list[bool]]:
+    """Which runs of a branch are computed row by row: those of at most `flops` operations.
+
+    `factor`: operations of forward for each pair of a KV head.
+    """
+    rates, heads = one.plan.pattern.dilation_rates, one.plan.tiling.heads
+
+    def chosen(branch: int, runs: OwnRuns) -> list[bool]:
+        rate, of_branch = rates[branch], factor * len(heads[branch])
+        if rate > own_programs.MOST_STEP:
+            return [False] * len(runs)
+        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
+        if (
+            shortest < fewest
+            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
+        ):
+            fewest = 0
+        if (
+            shortest >= fewest  # as a rule, and so is the next
+            and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
+        ):
+            return [True] * len(runs)
+        # Heads of different offsets share a kernel call where they have equally many rows.
+        return [
+            size >= fewest
+            and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
+            <= flops
+            for size, _, _, copies in runs
+        ]
+
+    return chosen
+
+
+def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
+    return [(length or own_programs.MOST_POSITIONS, rate) for length, rate in branches]
+
+
+def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
+    """Compute a launch and merge it into a result, or write it where nothing else comes before."""
+    from ..kernels import ranges_forward
+
+    config = launch.config("own_forward", inputs.query)
+    ranges_forward(
+        *inputs,
+        result.out,
+        result.lse,
+        launch.programs(config.block_m, inputs.query.device),
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
+        scale=call.scale,
+        config=config,
+    )
+
+
+def backward_own(
+    launch: OwnLaunch,
+    call: TileCall,
+    inputs: Inputs,
+    merged: Merged,
+    gradients: Gradients,
+    *,
+    detached: bool,
+) -> None:
+    """Compute the gradients of a launch and add them up, or write them where they come first.
+
+    `detached` takes the weights of branches for constants.
+    """
+    from ..kernels import ranges_backward
+
+    device = inputs.query.device
+    dq, dkdv = launch.config("own_dq", inputs.query), launch.config("own_dkdv", inputs.query)
+    ranges_backward(
+        merged.dout,
+        *inputs,
+        merged.out,
+        merged.lse,
+        *gradients[:3],
+        launch.programs(dq.block_m, device),
+        launch.programs(dkdv.block_n, device),
+        is_causal=launch.is_causal,
+        zero_keys=launch.zero_keys,
+        detached=detached,
+        scale=call.scale,
+        config=BackwardConfig(dq, dkdv),
+    )

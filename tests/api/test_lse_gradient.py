@@ -101,7 +101,7 @@ def test_merging_by_hand_is_one_softmax():
     weights = [(x - lse).exp().transpose(1, 2).unsqueeze(-1) for x in (lse_a, lse_b)]
     merged = out_a * weights[0] + out_b * weights[1]
     inputs = [x[:, :28] for x in (query, key, value)]
-    want = attend(*inputs, is_causal=True)[0][:, other]
+    want = attend(inputs[0], inputs[1], inputs[2], is_causal=True)[0][:, other]
     torch.testing.assert_close(merged, want)
     leaves, grad = (query, key, value), torch.randn_like(want)
     found = torch.autograd.grad(merged, leaves, grad)

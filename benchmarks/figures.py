@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import measured_figures
+import numpy as np
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, draw, plan_attention
 from ring_dilated_attention.plan import costs, plan_cache
@@ -113,6 +114,54 @@ def ring_timeline(style):
     return figure
 
 
+def reach(pattern, length, cell):
+    """Which cells of positions influence which later ones through any number of layers.
+
+    A branch joins all cells of a segment, as no rate is longer than a cell.
+    """
+    starts = cell * np.arange(length // cell)
+    segments = [starts // (w or length) for w in pattern.segment_lengths]
+    found = np.tril(np.any([s[:, None] == s for s in segments], axis=0))
+    while (more := found.astype(int) @ found > 0).sum() > found.sum():
+        found = more
+    return found
+
+
+def closed_blocks(style):
+    """What positions depend on at any depth: LongNet's pattern, and one that spans."""
+    length, cell = 131072, 2048
+    closed = reach(LONGNET, length, cell)
+    spans = DilatedPattern([*LONGNET.segment_lengths, None], [*LONGNET.dilation_rates, 64])
+    note = (
+        "1 cell = 2,048 × 2,048 tokens, set if any of a row depends on any of a column, "
+        "at any depth"
+    )
+    figure = draw.new_figure(style, 8.6, 4.5, note=note)
+    titles = {
+        "LongNet's published pattern": (closed, "blocks of 32,768 never meet"),
+        "The same and (None, 64)": (reach(spans, length, cell), "blocks meet by the last branch"),
+    }
+    for axes, (title, (found, below)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for query, (reached, block) in enumerate(zip(found, closed, strict=True)):
+            start, stop = np.flatnonzero(block)[[0, -1]] + [0, 1]
+            if reached[:start].any():  # from one side to the other: all earlier blocks
+                axes.broken_barh([(0, start)], (query, 0.92), color=style.branches[2], linewidth=0)
+            axes.broken_barh(
+                [(start, stop - start)], (query, 0.92), color=style.branches[1], linewidth=0
+            )
+        places = range(0, length // cell + 1, 16)
+        words = [short_count(place * cell) for place in places]
+        axes.set_xticks(places, words)
+        axes.set_yticks(places, words)
+        axes.set(
+            xlim=(0, len(found)), ylim=(len(found), 0), box_aspect=1, xlabel="depends on tokens"
+        )
+        axes.set_ylabel("output of tokens")
+        draw.dress(axes, style)
+        draw.set_titles(axes, style, title, below)
+    return figure
+
+
 def kv_cache(style):
     """What a KV cache keeps of a head, and how it grows with the text."""
     figure = draw.new_figure(style, 9.4, 5.2)
@@ -132,12 +181,20 @@ def kv_cache(style):
         measured_figures.ticks(axis, [1 << power for power in range(9, 31, 3)], short_count)
     below.set(xlabel="positions of the text", ylabel="keys of a head")
     draw.dress(below, style, grid="y")
-    words = f"LongNet: {keys[-1]:,} keys after 32,768 positions, or a billion"
+    words = f"LongNet: at most {keys[-1]:,} keys, none from before its block of 32,768"
     draw.set_titles(below, style, "Keys of a head in memory", words)
     return figure
 
 
-DRAWN = (hero, mask_by_branch, mask_by_sender, work_per_rank, ring_timeline, kv_cache)
+DRAWN = (
+    hero,
+    mask_by_branch,
+    mask_by_sender,
+    work_per_rank,
+    ring_timeline,
+    closed_blocks,
+    kv_cache,
+)
 FIGURES = {
     function.__name__.replace("_", "-"): function for function in (*DRAWN, *measured_figures.DRAWN)
 }

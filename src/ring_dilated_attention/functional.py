@@ -132,8 +132,9 @@ def dilated_attention(
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`
         also lse (batch, heads, local_sequence), natural logarithm, float32 (float64 for float64
-        inputs), with its gradient (as for a z-loss, or to merge results by hand). Under autocast
-        the inputs are cast as they are for `scaled_dot_product_attention`.
+        inputs), with its gradient, as for a z-loss or to merge results by hand (where branch
+        gradients are detached, it is a constant). Under autocast the inputs are cast as they are
+        for `scaled_dot_product_attention`.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised

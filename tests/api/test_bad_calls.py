@@ -121,7 +121,7 @@ WRONG_VALUES: dict[str, dict[str, Any]] = {
     "as group or as mesh, not as both": {"group": "world", "mesh": "world"},
     "documents must rise from 0 to the sequence length 6; got (0, 3)": {"documents": [0, 3]},
     "length 6; got (1, 6)": {"documents": [1, 6]},
-    "got (0, 4, 4, 6)": {"documents": [0, 4, 4, 6]},
+    "got (0, 4, 3, 6)": {"documents": [0, 4, 3, 6]},
     "got (0, 1, 2, 3, 4, 5, ..., 19) (20 borders)": {"documents": range(20)},
     "documents must not be empty": {"documents": []},
     "documents must be 1-D; got shape (1, 2)": {"documents": torch.tensor([[0, 18]])},

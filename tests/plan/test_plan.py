@@ -343,7 +343,7 @@ def test_plans_are_values_that_print():
     [
         ({"num_heads": 6, "num_kv_heads": 4}, ValueError, "multiple of kv_heads; got 6 and 4"),
         ({"num_heads": 0}, ValueError, "num_heads must be >= 1"),
-        ({"documents": [0, 5, 4, 8]}, ValueError, "documents must rise from 0"),
+        ({"documents": [0, 4, 3, 8]}, ValueError, "documents must rise from 0"),
         ({"documents": [0, 4]}, ValueError, "documents must rise from 0"),
         ({"pattern": [4]}, TypeError, "pattern must be a DilatedPattern"),
         ({"layout": 8}, TypeError, "layout must be a SequenceLayout"),

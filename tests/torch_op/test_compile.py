@@ -61,8 +61,7 @@ def leaves(length, *, kv_heads=4, dtype=torch.float32, device="cpu"):
 def results(function, tensors, **options):
     """Out, lse and gradients."""
     out, lse = function(*tensors, **options)
-    assert not lse.requires_grad
-    return [out.detach(), lse, *torch.autograd.grad(out.square().sum(), tensors)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
 
 
 def attention(query, key, value, *, pattern=PATTERN, **options):
@@ -109,9 +108,9 @@ def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     opcheck(FORWARD, (*tensors, measured, borders, *options))
     inputs = [x.detach() for x in tensors]
     out, lse, identity = FORWARD(*inputs, measured, borders, *options)
-    opcheck(
-        BACKWARD, (torch.ones_like(out), *inputs, out, lse, identity, measured, borders, *options)
-    )
+    for dlse in (None, torch.ones_like(lse)):
+        given = torch.ones_like(out), dlse, *inputs, out, lse, identity, measured, borders
+        opcheck(BACKWARD, (*given, *options))
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
     opcheck(FORWARD, (*inputs, measured, borders, *options))
 
@@ -405,7 +404,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
         agree("LongNet", ends, {}, None, torch.device("cpu"))
         options = DENSE._replace(group=group_name(ends))
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            BACKWARD(*[tensor] * 7, None, None, *options)
+            BACKWARD(tensor, None, *[tensor] * 6, None, None, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, cuda))

@@ -58,7 +58,7 @@ def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
 
 
 def once_differentiable(
-    name: str, gradient: Callable[..., Any], *tensors: torch.Tensor
+    name: str, gradient: Callable[..., Any], *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients that a function returns; differentiating them raises a `RuntimeError`.
 

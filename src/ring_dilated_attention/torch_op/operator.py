@@ -178,7 +178,9 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
         ctx.options = FlatOptions(*options)
         ctx.ends = own_exchange(ctx.options.group)  # kept for backward, which goes by its name
-        ctx.mark_non_differentiable(identity)
+        # Weights of branches that are constants are made of an lse that is one.
+        constants = (lse, identity) if ctx.options.detached else (identity,)
+        ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # a gradient of lse costs something
 
     @staticmethod
@@ -287,25 +289,16 @@ def _backward(
     forward = int(identity) if named.group else 0
     part = "backward" if dlse is None else "backward of lse, too,"
     with ends.calls.enter("dilated_attention", part, forward) as scope:
-        if dlse is None:
-            settle(scope, ends, query.device, later=True)
-            resolved = resolve(named, query, key, ends)
-            tensors = dout, query, key, value, out, lse
-            dquery, dkey, dvalue = _by_rows(ring_backward, tensors, named, ends, resolved)
-            return dquery, dkey, dvalue
-        head_dim = query.shape[3]
-        with together(scope, ends, query.device, later=True):
-            if named.detached:
-                raise ValueError(
-                    "branch_gradients='detached' has no gradient of lse: detach the lse, or take "
-                    "'exact'"
-                )
+        settle(scope, ends, query.device, later=True)
+        tensors, head_dim = [dout, query, key, value, out, lse], query.shape[3]
+        if dlse is not None:
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
-            dout, query, key, value, out = _with_dlse(dout, dlse, query, key, value, out)
-            resolved = resolve(named, query, key, ends)
-        tensors = dout, query, key, value, out, lse
+            tensors[:5] = _with_dlse(dout, dlse, query, key, value, out)
+        resolved = resolve(named, tensors[1], tensors[2], ends)
         found = _by_rows(ring_backward, tensors, named, ends, resolved)
-        dquery, dkey, dvalue = (x[..., :head_dim].contiguous() for x in found)
+        if dlse is not None:
+            found = [x[..., :head_dim].contiguous() for x in found]
+        dquery, dkey, dvalue = found
         return dquery, dkey, dvalue
 
 

@@ -9,22 +9,22 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (889, 4),
-    "checks": (1_652, 6),
-    "cli": (1_015, 6),
-    "decode": (1_557, 6),
+    "checks": (1_691, 6),
+    "cli": (1_028, 6),
+    "decode": (1_558, 6),
     "draw": (682, 4),
-    "engine": (2_181, 8),
+    "engine": (2_202, 8),
     "exchange": (1_593, 7),
     "integrations": (3_574, 11),
     "kernels": (3_386, 10),
     "nn": (3_306, 14),
     "parallel": (1_083, 4),
     "plan": (2_772, 9),
-    "the root": (2_129, 9),
+    "the root": (2_194, 9),
     "tiles": (1_000, 6),
     "torch_op": (1_057, 5),
 }
-MOST_TESTS = 21_900
+MOST_TESTS = 22_000
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -105,7 +105,8 @@ def join() -> None:
         dist.init_process_group(backend)
     else:
         # One process: gloo would listen at the address that the host's name leads to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "".join(loopback[:1]))
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 

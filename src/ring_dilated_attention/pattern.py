@@ -266,8 +266,8 @@ class DilatedPattern:
         Args:
             length: of the longest sequence (or document), in positions. A longer one is cut into
                 blocks of the longest segment.
-            first: length of the shortest segments, in positions; a multiple of `factor`, so that
-                the first position of every segment is one that the next branch connects.
+            first: length of the shortest segments, in positions, by default LongNet's; a multiple of
+                `factor`, so that the next branch connects the first positions of all segments.
             factor: ratio of segment lengths, and of rates, of two consecutive branches; >= 2.
             head_offsets: see `DilatedPattern`.
             zero_keys: see `DilatedPattern`.

@@ -22,9 +22,6 @@ import torch.multiprocessing as mp
 from ..exchange import ProcessGroupExchange
 from .reference import nan_in_uninitialized_memory
 
-_LOOPBACK = socket.if_nameindex()[0][1]
-"""The first interface: ``lo`` on Linux, ``lo0`` on macOS."""
-
 
 class RankError(RuntimeError):
     """A rank failed: which, in the first line of the message, and its traceback if it left one."""
@@ -140,7 +137,8 @@ def _rank_main(
     os.environ.clear()  # it is that of whoever asked for ranks first
     os.environ.update(start.environment)
     # All ranks are on this host: gloo would listen at the address that the host's name leads to.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "".join(loopback[:1]))
     if "OMP_NUM_THREADS" not in os.environ:
         usable = hasattr(os, "sched_getaffinity")  # by this process
         cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1

@@ -9,7 +9,7 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (889, 4),
-    "checks": (1_691, 6),
+    "checks": (1_689, 6),
     "cli": (1_028, 6),
     "decode": (1_558, 6),
     "draw": (682, 4),

@@ -266,7 +266,7 @@ class DilatedPattern:
         Args:
             length: of the longest sequence (or document), in positions. A longer one is cut into
                 blocks of the longest segment.
-            first: length of the shortest segments, in positions, by default LongNet's; a multiple of
+            first: length of the shortest segments, in positions, 2048 as in LongNet; a multiple of
                 `factor`, so that the next branch connects the first positions of all segments.
             factor: ratio of segment lengths, and of rates, of two consecutive branches; >= 2.
             head_offsets: see `DilatedPattern`.

@@ -175,6 +175,7 @@ class MultiheadDilatedAttention(nn.Module):
         group: Group = None,
         mesh: Group = None,
         layout: SequenceLayout | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, None]:
         """Project, attend, project back.
 
@@ -200,6 +201,8 @@ class MultiheadDilatedAttention(nn.Module):
                 for one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds; None means contiguous equal shards.
+            attend: computes attention of the projected heads, as a step with a KV cache does, in
+                place of the method `attend`, whose options are then left aside.
 
         Returns:
             (output, None): output has shape (batch, local_sequence, embed_dim); the None stands
@@ -236,6 +239,8 @@ class MultiheadDilatedAttention(nn.Module):
         apart = any(map(is_fully_sharded, (self.q_proj, self.k_proj, self.v_proj)))
         told = None if apart else group
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
+        if attend is not None:
+            return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
         out_bnhd = self.attend(
             q_bnhd,
             k_bnhd,

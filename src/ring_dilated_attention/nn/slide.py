@@ -83,10 +83,6 @@ class EncoderBlock(Block):
         norm = self.attention.norm
         return [*super()._behind_attention(), self.inner_norm, *([] if norm is None else [norm])]
 
-    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        normed = self.attention_norm(hidden)
-        return self.attention.project(normed, normed, normed)
-
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         """The MLP from its first projection on.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ..exchange import Group
 from ..parallel import is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
@@ -17,7 +17,6 @@ from .checkpoint import Checkpoint, map_rows, run_checkpointed
 from .modules import IN_CHUNKS, refuse_own_call, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-T = TypeVar("T")
 
 
 class Block(nn.Module, ABC):
@@ -65,11 +64,18 @@ class Block(nn.Module, ABC):
             ValueError: there are `chunk_rows`, and `fully_shard` was called with a submodule, or
                 `attention` has hooks or another forward, which chunks would not call.
         """
-        given = {"is_causal": self.is_causal, **options} if attend is None else {"attend": attend}
+        given: dict[str, Any] = {"is_causal": self.is_causal, **options}
+        if attend is not None:
+            given = {"attend": attend}
         is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows
         if chunk_rows is None or (is_one_chunk and not torch.is_grad_enabled()):
             return run_checkpointed(checkpoint, [self], self._at_once, hidden, tables, given)
         refuse_sharded_apart(self, self._modules, IN_CHUNKS)
+        # A rank without gradients whose rows are one chunk goes on, and is told.
+        kind = MultiheadDilatedAttention
+        telling_ranks(
+            given.get("group"), lambda _: refuse_own_call(self, "attention", kind), hidden
+        )
         if checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
             return self._in_chunks(hidden, tables, checkpoint, chunk_rows, given)
@@ -79,7 +85,10 @@ class Block(nn.Module, ABC):
 
     def _at_once(self, hidden: Tensor, tables: tuple[Tensor, ...], given: dict[str, Any]) -> Tensor:
         """All rows at once: attention is called as a module, so that its hooks run."""
-        normed = self._told(self.attention_norm, hidden, group=given.get("group"))
+        # Ranks wait for the weights of what is under fully_shard by itself.
+        inside = (self.attention_norm, *self.attention.modules())
+        group = None if any(map(is_fully_sharded, inside)) else given.get("group")
+        normed = telling_ranks(group, self.attention_norm, hidden)
         rope = self._rope(*tables)
         attended, _ = self.attention(normed, normed, normed, rope=rope, **given)
         # Without gradients nothing is kept for backward.
@@ -113,20 +122,11 @@ class Block(nn.Module, ABC):
         chunk_rows: int,
         given: dict[str, Any],
     ) -> Tensor:
-        def heads(*inputs: Tensor) -> tuple[Tensor, ...]:
-            refuse_own_call(self, "attention", MultiheadDilatedAttention)
-            modules = self._before_attention()
-            return map_rows(self._heads, *inputs, rows=chunk_rows, modules=modules)
-
-        made = self._told(heads, hidden, *tables, group=given.get("group"))
+        modules = self._before_attention()
+        heads = partial(map_rows, self._heads, rows=chunk_rows, modules=modules)
+        made = telling_ranks(given.get("group"), heads, hidden, *tables)
         attend: Attend | None = given.get("attend")
         return attend(*made) if attend else self.attention.attend(*made, **given)
-
-    def _told(self, function: Callable[..., T], *inputs: Tensor, group: Group) -> T:
-        """Call a function in front of attention; the ranks that wait there are told if it fails."""
-        # Ranks wait for the weights of what is under fully_shard by itself.
-        apart = any(map(is_fully_sharded, self._before_attention()))
-        return telling_ranks(None if apart else group, function, *inputs)
 
     def _before_attention(self) -> list[nn.Module]:
         """The modules that `_heads` uses: optimizers may have changed the others by then."""

@@ -96,6 +96,10 @@ class EncoderBlock(Block):
             return self._normed(expanded)
         modules = self.inner_norm, self.contract
         is_traced = torch.compiler.is_compiling()
+        if not is_traced and any(
+            not isinstance(x, nn.Parameter) for module in modules for x in module.parameters()
+        ):
+            return self._normed(expanded)  # in backward tensors of functional_call are gone
         if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)
         # The same without a checkpoint's hooks, which take the CPU 0.3 ms.

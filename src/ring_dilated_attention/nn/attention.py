@@ -201,14 +201,14 @@ class MultiheadDilatedAttention(nn.Module):
             value: shape (batch, local_sequence, embed_dim).
             is_causal: whether a query sees only keys at positions <= its own.
             need_weights: must be False: the weights are never formed.
-            average_attn_weights: of no effect: there are no weights.
+            average_attn_weights: of no effect, as there are no weights.
             attn_mask: must be None: the pattern and `is_causal` are the only masks. With
                 `is_causal`, on one process, it may be the causal mask, (sequence, sequence), which
                 torch's containers pass beside it.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
                 local_sequence), True where a position is padding, or what torch's containers make
-                of it, 0 and -inf; `lengths` is cheaper. Heads are 0
-                in padded positions, so the output there is that of `combine` for zeros.
+                of it, 0 and -inf; `lengths` is cheaper. Heads are 0 in padded positions, so the
+                output there is that of `combine` for zeros.
             documents: cumulative lengths ``[0, ..., n]`` of packed documents, as in
                 `dilated_attention`. None: one document. `document_positions` gives the positions
                 for `rope`.

@@ -14,7 +14,7 @@ from ..parallel import is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
-from .modules import IN_CHUNKS, refuse_own_call, refuse_sharded_apart
+from .modules import IN_CHUNKS, hooks_of, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -72,16 +72,28 @@ class Block(nn.Module, ABC):
             return run_checkpointed(checkpoint, [self], self._at_once, hidden, tables, given)
         refuse_sharded_apart(self, self._modules, IN_CHUNKS)
         # A rank without gradients whose rows are one chunk goes on, and is told.
-        kind = MultiheadDilatedAttention
-        telling_ranks(
-            given.get("group"), lambda _: refuse_own_call(self, "attention", kind), hidden
-        )
+        telling_ranks(given.get("group"), lambda _: self.refuse_own_call(), hidden)
         if checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
             return self._in_chunks(hidden, tables, checkpoint, chunk_rows, given)
         return run_checkpointed(
             checkpoint, [self], self._in_chunks, hidden, tables, "none", chunk_rows, given
         )
+
+    def refuse_own_call(self) -> None:
+        """Raise a `ValueError` unless chunks may use the parts of attention without calling it.
+
+        Its own hooks would not run, nor a forward of its own, nor that of a wrapper around it.
+        """
+        attention = self.attention
+        own = getattr(attention.forward, "__func__", None) is not MultiheadDilatedAttention.forward
+        if own or hooks_of(attention):
+            what = "a forward of its own" if own else f"hooks ({', '.join(hooks_of(attention))})"
+            raise ValueError(
+                f"{type(self).__name__.removeprefix('FSDP')}.attention, a "
+                f"{type(attention).__name__}, has {what}, and chunk_rows uses its parts without "
+                "calling it: give chunk_rows=None, or put hooks on modules inside or around it"
+            )
 
     def _at_once(self, hidden: Tensor, tables: tuple[Tensor, ...], given: dict[str, Any]) -> Tensor:
         """All rows at once: attention is called as a module, so that its hooks run."""
@@ -91,6 +103,7 @@ class Block(nn.Module, ABC):
         normed = telling_ranks(group, self.attention_norm, hidden)
         rope = self._rope(*tables)
         attended, _ = self.attention(normed, normed, normed, rope=rope, **given)
+        del normed  # before the MLP makes what is wider
         # Without gradients nothing is kept for backward.
         return self._mlp(hidden + attended, in_chunks=not torch.is_grad_enabled())
 
@@ -103,24 +116,15 @@ class Block(nn.Module, ABC):
         given: dict[str, Any],
     ) -> Tensor:
         """The parts of attention one by one: the first and the last in chunks of rows."""
+        before = self._before_attention()
         attended = run_checkpointed(
-            checkpoint,
-            self._before_attention(),
-            self._attend,
-            hidden,
-            tables,
-            chunk_rows,
-            given,
+            checkpoint, before, self._attend, hidden, tables, chunk_rows, given
         )
         modules = self._behind_attention()
         return map_rows(self._rest, hidden, attended, rows=chunk_rows, modules=modules)
 
     def _attend(
-        self,
-        hidden: Tensor,
-        tables: tuple[Tensor, ...],
-        chunk_rows: int,
-        given: dict[str, Any],
+        self, hidden: Tensor, tables: tuple[Tensor, ...], chunk_rows: int, given: dict[str, Any]
     ) -> Tensor:
         modules = self._before_attention()
         heads = partial(map_rows, self._heads, rows=chunk_rows, modules=modules)
@@ -138,7 +142,7 @@ class Block(nn.Module, ABC):
         return [self.attention.out_proj, self.mlp_norm, self.expand, self.contract]
 
     def _rope(self, *tables: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """What rotates query and key, made of the block's tables; None: nothing does."""
+        """The rotation of query and key that a block makes of its tables; None: there is none."""
         return None
 
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:

@@ -418,6 +418,8 @@ def _blocks(model: TokenGenerator) -> list[Block]:
                 f"blocks[{index}].attention must be a MultiheadDilatedAttention to generate; got a "
                 f"{type(block.attention).__name__}"
             )
+        if model.chunk_rows is not None:  # on every rank, however many rows it has
+            block.refuse_own_call()
     return blocks
 
 

@@ -62,22 +62,6 @@ def without_weights(module: nn.Module, device: torch.device | str | None = None)
         module.to_empty(device=where)
 
 
-def refuse_own_call(owner: nn.Module, name: str, kind: type[nn.Module]) -> None:
-    """Raise unless the methods of a submodule may be used without calling it.
-
-    Its own hooks would not run, nor would a forward of its own or that of a wrapper around it.
-    """
-    module = owner.get_submodule(name)
-    own = getattr(module.forward, "__func__", None) is not kind.forward
-    if own or hooks_of(module):
-        where = f"{type(owner).__name__.removeprefix('FSDP')}.{name}"
-        what = "a forward of its own" if own else f"hooks ({', '.join(hooks_of(module))})"
-        raise ValueError(
-            f"{where}, a {type(module).__name__}, has {what}, and chunk_rows uses its parts "
-            "without calling it: give chunk_rows=None, or put hooks on the modules inside or around"
-        )
-
-
 IN_CHUNKS = "chunk_rows computes gradients of weights from chunk to chunk"
 
 

@@ -38,20 +38,37 @@ READERS = (".h5", ".npz", ".pt")
 # --8<-- [start:read]
 def read_slide(path: Path) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Features (1, tiles, in_dim), coordinates (1, tiles, 2), and pixels of a tile, if written."""
-    tile_size = None
+    names, written = ("features", "coords"), {}
     if path.suffix == ".h5":
         import h5py
 
         with h5py.File(path) as file:
-            found = {name: torch.from_numpy(file[name][:]) for name in ("features", "coords")}
-            tile_size = file["coords"].attrs.get("patch_size_level0")  # TRIDENT's
+            found = {name: file[name][:] for name in names if name in file}
+            written = dict(file["coords"].attrs) if "coords" in file else {}
     elif path.suffix == ".npz":
         with np.load(path) as file:
-            found = {name: torch.from_numpy(file[name]) for name in ("features", "coords")}
+            found = {name: file[name] for name in names if name in file}
     else:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    features, coordinates = found["features"].float(), found["coords"]
-    return features[None], coordinates[None], None if tile_size is None else int(tile_size)
+    if not {*names} <= found.keys():
+        sys.exit(f"{path} must have 'features' and 'coords'; got {[*found]}: rename what it has")
+    features, coordinates = (_of_tiles(found[name]) for name in names)
+    if features.dim() != 2 or coordinates.shape != (len(features), 2):
+        shapes = f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
+        sys.exit(f"{path} must have features (tiles, in_dim) and coords (tiles, 2); got {shapes}")
+    tile_size = written.get("patch_size_level0")  # TRIDENT's
+    if tile_size is None and "patch_size" in written:  # CLAM's, in pixels of its patch_level
+        if written.get("patch_level") != 0:
+            sys.exit(f"{path} has a patch_size, not of level 0: write patch_size_level0 to coords")
+        tile_size = written["patch_size"]
+    return features[None].float(), coordinates[None], None if tile_size is None else int(tile_size)
+
+
+def _of_tiles(rows) -> torch.Tensor:
+    """Rows (tiles, ...) as a tensor: torch takes no big-endian arrays."""
+    if isinstance(rows, np.ndarray):
+        rows = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("=")))
+    return rows[0] if rows.dim() == 3 and len(rows) == 1 else rows
 
 
 # --8<-- [end:read]
@@ -123,6 +140,7 @@ class Trainer:
 
     def __init__(self, model: Classifier, group, device: torch.device, lr: float) -> None:
         self.whole, self.encoder, self.device = model, model.slide_encoder, device
+        self.tile_size = self.encoder.tile_size  # of slides whose files do not say theirs
         # --8<-- [start:shard]
         shard_slide_encoder(model, group=group)  # without a group: its attention alone
         self.model = model.to(device)
@@ -139,8 +157,7 @@ class Trainer:
     def step(self, path: Path, label: int) -> float:
         """One step on one slide, the same on every rank; returns the loss."""
         features, coordinates, tile_size = read_slide(path)
-        if tile_size is not None:
-            self.encoder.tile_size = tile_size
+        self.encoder.tile_size = tile_size or self.tile_size
         with autocast(self.device):
             logits = self.model(features.to(self.device), coordinates.to(self.device))
         target = torch.tensor([label], device=self.device)

@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 examples/slides.py --gigapath --tiles 1048576 --no-compare  # GPUs
 
 `--slide FILE` (may be given several times) takes files of torch.save with "features" (tiles,
-in_dim) and "coordinates" (tiles, 2) in pixels. Without it, slides are made up: a disc of tissue
-whose features are noise around a mean, and the encoder learns to predict the mean. `--compare`, the
-default, trains a second copy on this process alone, and exits with code 1 if the two differ.
+in_dim) and "coordinates" (tiles, 2) in pixels, of tiles of 256 by 256. Without it, slides are made
+up: a disc of tissue whose features are noise around a mean, and the encoder learns to predict the
+mean. `--compare`, the default, trains a second copy on this process alone, and exits with code 1 if
+the two differ.
 """
 
 import argparse
@@ -117,6 +118,13 @@ def main() -> list[float]:
 
     if args.slide:
         slides = [torch.load(path, map_location="cpu", weights_only=True) for path in args.slide]
+        for path, slide in zip(args.slide, slides, strict=True):
+            got = {name: tuple(x.shape) for name, x in slide.items() if torch.is_tensor(x)}
+            tiles, *more = got.get("features", (0,))
+            if len(more) != 1 or got.get("coordinates") != (tiles, 2):
+                sys.exit(
+                    f"{path} must have features (tiles, in_dim), coordinates (tiles, 2): {got}"
+                )
     else:
         slides = made_up_slides(args.slides, args.tiles, 1536 if args.gigapath else SMALL_IN_DIM)
     in_dim = slides[0]["features"].shape[1]

@@ -15,16 +15,16 @@ BUDGET = {
     "draw": (682, 4),
     "engine": (2_202, 8),
     "exchange": (1_593, 7),
-    "integrations": (3_574, 11),
+    "integrations": (3_591, 11),
     "kernels": (3_386, 10),
-    "nn": (3_306, 14),
-    "parallel": (1_083, 4),
+    "nn": (3_396, 14),
+    "parallel": (1_052, 4),
     "plan": (2_772, 9),
-    "the root": (2_194, 9),
+    "the root": (2_204, 9),
     "tiles": (1_000, 6),
-    "torch_op": (1_057, 5),
+    "torch_op": (1_059, 5),
 }
-MOST_TESTS = 22_000
+MOST_TESTS = 22_300
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -47,6 +47,15 @@ def ints_or_tensor(
     return None, values.detach().to("cpu", torch.int64)
 
 
+def refuse_in_traces(name: str) -> None:
+    """Raise a `TypeError` while torch.jit.trace runs, which would keep the numbers of a tensor."""
+    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        raise TypeError(
+            f"torch.jit.trace would keep the numbers of {name} for all later calls: use "
+            "torch.export or torch.compile"
+        )
+
+
 def as_ints(name: str, values: Any) -> list[int]:
     """The ints of a sequence or tensor; for a CUDA tensor that waits for the device.
 
@@ -65,6 +74,7 @@ def as_ints(name: str, values: Any) -> list[int]:
                 f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
                 "known when it traces"
             )
+        refuse_in_traces(name)
         _check_tensor(name, values)
         numbers: list[int] = values.tolist()
     elif isinstance(values, (list, tuple, range)):

@@ -345,3 +345,29 @@ def test_splitting_packed_tiles(longest):
     assert all(tile.queries.length <= longest for tile in short.tiles())
     assert all(tile.queries.length > longest for tile in long.tiles())
     assert sorted([*short.tiles(), *long.tiles()]) == sorted(TileGroup((), (many,)).tiles)
+
+
+@pytest.mark.parametrize("name", ["documents", "lengths", "key_padding_mask"])
+@pytest.mark.parametrize("is_layer", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_would_keep_the_numbers(name, is_layer):
+    numbers = {
+        "documents": torch.tensor([0, 5, 12]),
+        "lengths": torch.tensor([12, 7]),
+        "key_padding_mask": torch.arange(12) >= torch.tensor([[12], [7]]),
+    }[name]
+    layer = MultiheadDilatedAttention(16, 2, segment_lengths=[4], dilation_rates=[1])
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, rows, given):
+            if is_layer:
+                return self.layer(rows, rows, rows, **{name: given})[0]
+            rows = rows.unflatten(-1, (2, 8))
+            return dilated_attention(rows, rows, rows, PATTERN, **{name: given})
+
+    with pytest.raises(TypeError, match=f"torch.jit.trace would keep the numbers of {name}"):
+        torch.jit.trace(Module(), (torch.randn(2, 12, 16), numbers))

@@ -1,13 +1,14 @@
 """The example that fine-tunes prov-gigapath's encoder, with a stand-in for its package."""
 
 import importlib.util
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.launched import run_program
-from support.slide_models import slide
+from support.slide_models import create_model, slide
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = TESTS.parent / "examples" / "gigapath_finetune.py"
@@ -90,3 +91,64 @@ def test_gigapath_finetune_refuses_labels(labels, message, folder):
     assert found.returncode == 1
     assert message in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def h5(path, *, features=(7, 12), coords=(7, 2), names=("features", "coords"), kind="<f2", **attrs):
+    import h5py
+
+    values = np.random.default_rng(0).random(features), 1024 * np.ones(coords)
+    with h5py.File(path, "w") as file:
+        for name, value, dtype in zip(names, values, (kind, kind.replace("f2", "i4")), strict=True):
+            file[name] = value.astype(dtype)
+        if "coords" in file:
+            file["coords"].attrs.update(attrs)
+    return path
+
+
+@pytest.mark.skipif(not HAS_H5, reason="needs h5py")
+@pytest.mark.parametrize(
+    ("written", "tile_size"),
+    [
+        ({}, None),
+        ({"patch_size_level0": 512, "patch_size": 256}, 512),  # TRIDENT's
+        ({"patch_size": 512, "patch_level": 0}, 512),  # CLAM's
+        ({"features": (1, 7, 12), "coords": (1, 7, 2)}, None),
+        ({"kind": ">f2"}, None),
+    ],
+)
+def test_slides_as_others_write_them(written, tile_size, tmp_path):
+    features, coordinates, found = runpy.run_path(str(SCRIPT))["read_slide"](
+        h5(tmp_path / "slide.h5", **written)
+    )
+    assert features.shape == (1, 7, 12)
+    assert features.dtype == torch.float32
+    assert features.max() < 1
+    assert torch.equal(coordinates, torch.full((1, 7, 2), 1024))
+    assert found == tile_size
+
+
+@pytest.mark.skipif(not HAS_H5, reason="needs h5py")
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"names": ("feats", "coords")}, r"must have 'features' and 'coords'; got \['coords'\]"),
+        ({"coords": (6, 2)}, r"got \(7, 12\) and \(6, 2\)"),
+        ({"patch_size": 512, "patch_level": 1}, "write patch_size_level0 to coords"),
+    ],
+)
+def test_slides_that_are_refused_by_name(written, message, tmp_path):
+    path = h5(tmp_path / "slide.h5", **written)
+    with pytest.raises(SystemExit, match=f"{path} .*{message}"):
+        runpy.run_path(str(SCRIPT))["read_slide"](path)
+
+
+@pytest.mark.skipif(not HAS_H5, reason="needs h5py")
+def test_the_tile_size_of_a_slide_does_not_outlive_it(tmp_path):
+    program = runpy.run_path(str(SCRIPT))
+    torch.manual_seed(0)
+    model = program["Classifier"](create_model("", "", 12), 2)
+    trainer = program["Trainer"](model, None, torch.device("cpu"), lr=0.0)
+    plain = h5(tmp_path / "plain.h5")
+    alone = trainer.step(plain, 1)
+    assert trainer.step(h5(tmp_path / "large.h5", patch_size_level0=512), 1) != alone
+    assert trainer.step(plain, 1) == alone

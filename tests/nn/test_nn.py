@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -271,3 +273,156 @@ def test_a_layer_that_refuses_on_one_rank_does_on_all(wrong: str) -> None:
 
     (_, one), (_, two) = run_loopback(2, rank_main)
     assert_close_to(torch.cat([one, two], 1), want, terms=16)
+
+
+# --- in torch's containers
+
+
+def in_torchs_layer(norm_first: bool) -> tuple[Any, Any]:
+    """A layer of torch's, and a copy whose attention is ours, with the same weights."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first
+    ).double()
+    own: Any = copy.deepcopy(layer)
+    own.self_attn = MultiheadDilatedAttention(32, 4, **DENSE).double()
+    theirs, ours = layer.self_attn.state_dict(), own.self_attn.state_dict()
+    for kind in ("weight", "bias"):
+        projections = theirs[f"in_proj_{kind}"].chunk(3)
+        for name, values in zip(("q_proj", "k_proj", "v_proj"), projections, strict=True):
+            ours[f"{name}.{kind}"].copy_(values)
+        ours[f"out_proj.{kind}"].copy_(theirs[f"out_proj.{kind}"])
+    return layer, own
+
+
+PADDING = torch.arange(9).expand(2, 9) >= torch.tensor([[9], [6]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("container", ["layer", "encoder", "encoder, replaced"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
+def test_attention_in_torchs_containers(container: str, norm_first: bool) -> None:
+    """In evaluation too, where torch would take a fused kernel with weights that we lack."""
+    theirs, ours = in_torchs_layer(norm_first)
+    mask = "src_mask"
+    if container != "layer":
+        attention, mask = ours.self_attn, "mask"
+        theirs = nn.TransformerEncoder(theirs, 2)
+        ours = nn.TransformerEncoder(ours, 2) if container == "encoder" else copy.deepcopy(theirs)
+        for layer in ours.layers:
+            layer.self_attn = copy.deepcopy(attention)
+    rows = torch.randn(2, 9, 32, dtype=torch.float64)
+    causal = {mask: CAUSAL, "is_causal": True}
+    for is_training, is_grad in itertools.product((False, True), (False, True)):
+        ours.train(is_training), theirs.train(is_training)
+        for options in ({}, {"src_key_padding_mask": PADDING}, causal):
+            with torch.set_grad_enabled(is_grad):
+                have, want = ours(rows, **options), theirs(rows, **options)
+            valid = ~PADDING if "src_key_padding_mask" in options else ~PADDING[:1].expand(2, 9)
+            torch.testing.assert_close(have[valid], want[valid], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"src_mask": CAUSAL}, "attn_mask must be None"),  # is_causal is not said
+        ({"src_mask": CAUSAL + 1, "is_causal": True}, "attn_mask must be None"),
+        ({"src_mask": CAUSAL[:, :-1], "is_causal": True}, "attn_mask must be None"),
+        ({"src_key_padding_mask": PADDING * 0.5}, "key_padding_mask must be boolean"),
+        ({"src_key_padding_mask": PADDING.flip(1)}, "must be a right padding"),
+    ],
+)
+def test_other_masks_of_torchs_containers_are_refused(options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        in_torchs_layer(False)[1](torch.randn(2, 9, 32, dtype=torch.float64), **options)
+
+
+# --- the attention of a block is called as a module
+
+
+def wrapped_by_hand(attention: Any, calls: list[int]) -> nn.Module:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = attention
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return self.inner(*args, **options)
+
+    return Wrapper()
+
+
+def replaced_forward(attention: Any, calls: list[int]) -> None:
+    attention.forward = wrapped_by_hand(attention.forward, calls).forward
+
+
+def subclassed(attention: Any, calls: list[int]) -> None:
+    class Own(MultiheadDilatedAttention):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return super().forward(*args, **options)
+
+    attention.__class__ = Own
+
+
+def hooked(kind: str) -> Any:
+    def hook(attention: Any, calls: list[int]) -> None:
+        getattr(attention, kind)(lambda *_: calls.append(1))
+
+    return hook
+
+
+WATCHED = [
+    *map(hooked, ("register_forward_hook", "register_forward_pre_hook")),
+    *map(hooked, ("register_full_backward_hook", "register_full_backward_pre_hook")),
+    *(replaced_forward, subclassed, wrapped_by_hand),
+]
+
+
+@pytest.mark.parametrize("watch", WATCHED)
+@pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
+def test_attention_of_a_block_is_called_or_refused(checkpoint: Any, watch: Any) -> None:
+    """Hooks, another forward and a wrapper run in every mode but chunk_rows, which refuses them."""
+    calls: list[int] = []
+    model = LongNet(small_config(), checkpoint=checkpoint).double()
+    block: Any = model.blocks[0]
+    want = model(TOKENS)
+    block.attention = watch(block.attention, calls) or block.attention
+    logits = model(TOKENS)
+    logits.sum().backward()
+    assert calls
+    assert torch.equal(logits, want)
+    model.chunk_rows = 2
+    for is_grad in (True, False):
+        with (
+            torch.set_grad_enabled(is_grad),
+            pytest.raises(ValueError, match=r"LongNetBlock\.attention, a .* chunk_rows uses its"),
+        ):
+            model(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("watch", "refusal"),
+    [
+        *((watch, None) for watch in (WATCHED[0], replaced_forward, subclassed)),
+        (wrapped_by_hand, "must be a MultiheadDilatedAttention to generate; got a Wrapper"),
+        (
+            lambda attention, _: setattr(attention, "forward", lambda x, *_, **__: (x, None)),
+            "leaves its argument attend aside",
+        ),
+    ],
+)
+def test_generate_calls_the_attention_of_a_block(watch: Any, refusal: str | None) -> None:
+    calls: list[int] = []
+    model = small_model()
+    want = model.generate(TOKENS, 3)
+    block: Any = model.blocks[0]
+    block.attention = watch(block.attention, calls) or block.attention
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            model.generate(TOKENS, 3)
+    else:
+        assert torch.equal(model.generate(TOKENS, 3), want)
+        assert len(calls) == 3  # the prompt, and two tokens

@@ -408,15 +408,33 @@ def test_gradients_are_those_of_the_masks_that_dropout_drew(checkpoint, chunk_ro
     assert relative_error((gradient * towards).sum(), (ends[0] - ends[1]) / 2e-6) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["parameters", "tensors"])
 @pytest.mark.parametrize("chunk_rows", [None, 7])
 @pytest.mark.parametrize("checkpoint", ["none", "full", "keep_attention"])
-def test_backward_with_other_weights_than_forward_is_an_error(checkpoint, chunk_rows):
-    """Those of functional_call are gone by then."""
-    model = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows)
-    weights = dict(encoder(1).named_parameters())
-    tiles = torch.func.functional_call(model, weights, slide()).tiles
-    with pytest.raises(RuntimeError, match=r"was another one .* use torch\.func\.grad"):
-        tiles.sum().backward()
+def test_backward_with_other_weights_than_forward(checkpoint, chunk_rows, kind):
+    """Those of functional_call are gone by then: an error where anything is computed again."""
+    model, other = encoder(checkpoint=checkpoint, chunk_rows=chunk_rows), encoder(1)
+    weights = dict(other.named_parameters())
+    if kind == "tensors":
+        weights = {name: 1 * x for name, x in weights.items()}
+    loss = torch.func.functional_call(model, weights, slide()).tiles.sin().sum()
+    if kind == "parameters" or checkpoint != "none" or chunk_rows:
+        with pytest.raises(RuntimeError, match=r"was another one .* use torch\.func\.grad"):
+            loss.backward()
+        return
+    parameters = list(other.parameters())
+    want = torch.autograd.grad(other(*slide()).tiles.sin().sum(), parameters)
+    for got, gradient in zip(torch.autograd.grad(loss, parameters), want, strict=True):
+        assert relative_error(got, gradient) < 1e-9 or (got - gradient).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traces_are_for_any_number_of_tiles(chunk_rows):
+    model = encoder(chunk_rows=chunk_rows)
+    traced = torch.jit.trace(model, slide(), check_trace=False)
+    given = slide(23, seed=3)
+    assert relative_error(traced(*given)[1], model(*given).tiles) < 1e-6  # positions are float32
 
 
 def test_derivatives_by_functions():

@@ -90,6 +90,11 @@ class Decoder(Module):
             layer.parallelize(parallel_dims)  # type: ignore[operator]
 
 
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    max_context_length: int = 2048
+
+
 @dataclass
 class ModelSpec:
     model: Any
@@ -130,6 +135,7 @@ def modules() -> dict[str, ModuleType]:
         "spmd_types": {"no_typecheck": _no_typecheck, "is_type_checking": lambda: False},
         "spmd_types.runtime": {"get_partition_spec": None},
         "torchtitan": {},
+        "torchtitan.config": {"TrainingConfig": TrainingConfig},
         "torchtitan.models": {},
         "torchtitan.models.common": {},
         "torchtitan.models.common.attention": {"GQAttention": GQAttention},

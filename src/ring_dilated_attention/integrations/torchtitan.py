@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor
+from torchtitan.config import TrainingConfig
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
@@ -180,9 +182,11 @@ def with_dilated_attention(
         A new `ModelSpec`.
 
     Raises:
+        ImportError: this torchtitan is older than its main branch of 2026-08-21, as 0.3.0 is.
         TypeError: `pattern` is not a `DilatedPattern`.
         ValueError: a layer has another kind of attention, or an option has an unknown value.
     """
+    _refuse_older_torchtitan()
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
     check_options(exchange=exchange, backend=backend)
@@ -203,6 +207,19 @@ def with_dilated_attention(
         layers.append(replace(layer, attention=replace(attention, inner_attention=inner)))
     model = replace(spec.model, layers=layers)
     return replace(spec, model=model, parallelize_fn=partial(_parallelize, spec.parallelize_fn))
+
+
+def _refuse_older_torchtitan() -> None:
+    """Raise where tokens have a batch dimension: in versions without this setting."""
+    if not hasattr(TrainingConfig, "max_context_length"):
+        try:
+            got = version("torchtitan")
+        except PackageNotFoundError:  # a clone on the path
+            got = "an older one"
+        raise ImportError(
+            "dilated attention in torchtitan needs torchtitan's main of 2026-08-21 or newer; got "
+            f"{got}: pip install git+https://github.com/pytorch/torchtitan"
+        )
 
 
 def _parallelize(

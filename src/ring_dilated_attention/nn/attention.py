@@ -41,13 +41,21 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 
+class _NotFused:
+    """In place of a weight: torch's containers call a fused kernel with plain tensors alone."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
 class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated attention with projections, in the style of `nn.MultiheadAttention`.
 
     Differs from it: batch first always; a pattern in place of masks; the sequence may be sharded
     over the ranks of a group; attention weights, and masks other than a right padding, are refused,
     never ignored. There is no dropout: it is refused until it is exact and reproducible across
-    ranks.
+    ranks. It may stand in for the `self_attn` of `nn.TransformerEncoderLayer`.
 
     Weights start as in MAGNETO (Wang et al. 2022, arXiv 2210.06423): Xavier-normal, with gain
     `gamma_init` for the value and output projections, biases 0. Its sub-LN, a LayerNorm on the
@@ -88,6 +96,12 @@ class MultiheadDilatedAttention(nn.Module):
     """
 
     head_slice: HeadSlice | None = None
+    # For nn.TransformerEncoder and its layers, which read these of attention: a fused kernel of
+    # torch's, which would attend densely, is not taken.
+    batch_first = True
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _NotFused()
 
     def __init__(
         self,
@@ -167,7 +181,8 @@ class MultiheadDilatedAttention(nn.Module):
         *,
         is_causal: bool = False,
         need_weights: bool = False,
-        attn_mask: None = None,
+        average_attn_weights: bool = True,
+        attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         documents: Integers | None = None,
         lengths: Integers | None = None,
@@ -175,6 +190,7 @@ class MultiheadDilatedAttention(nn.Module):
         group: Group = None,
         mesh: Group = None,
         layout: SequenceLayout | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, None]:
         """Project, attend, project back.
 
@@ -185,10 +201,14 @@ class MultiheadDilatedAttention(nn.Module):
             value: shape (batch, local_sequence, embed_dim).
             is_causal: whether a query sees only keys at positions <= its own.
             need_weights: must be False: the weights are never formed.
-            attn_mask: must be None: the pattern and `is_causal` are the only masks.
+            average_attn_weights: of no effect, as there are no weights.
+            attn_mask: must be None: the pattern and `is_causal` are the only masks. With
+                `is_causal`, on one process, it may be the causal mask, (sequence, sequence), which
+                torch's containers pass beside it.
             key_padding_mask: the local shard of a right padding, bool, shape (batch,
-                local_sequence), True where a position is padding; `lengths` is cheaper. Heads are 0
-                in padded positions, so the output there is that of `combine` for zeros.
+                local_sequence), True where a position is padding, or what torch's containers make
+                of it, 0 and -inf; `lengths` is cheaper. Heads are 0 in padded positions, so the
+                output there is that of `combine` for zeros.
             documents: cumulative lengths ``[0, ..., n]`` of packed documents, as in
                 `dilated_attention`. None: one document. `document_positions` gives the positions
                 for `rope`.
@@ -200,6 +220,8 @@ class MultiheadDilatedAttention(nn.Module):
                 for one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds; None means contiguous equal shards.
+            attend: computes attention of the projected heads, as a step with a KV cache does, in
+                place of the method `attend`, whose options are then left aside.
 
         Returns:
             (output, None): output has shape (batch, local_sequence, embed_dim); the None stands
@@ -216,11 +238,14 @@ class MultiheadDilatedAttention(nn.Module):
                 "need_weights must be False: dilated attention never forms the weights; "
                 f"got {in_brief(need_weights)}"
             )
-        if attn_mask is not None:
+        if attn_mask is not None and not (
+            is_causal and group is None and _is_causal_mask(attn_mask, query)
+        ):
             raise ValueError(
                 "attn_mask must be None; use is_causal, documents and lengths, and the pattern for "
                 f"what a head sees; got {type(attn_mask).__name__}"
             )
+        key_padding_mask = _as_padding(key_padding_mask)
         if rope is not None and not callable(rope):
             raise TypeError(
                 "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
@@ -236,6 +261,8 @@ class MultiheadDilatedAttention(nn.Module):
         apart = any(map(is_fully_sharded, (self.q_proj, self.k_proj, self.v_proj)))
         told = None if apart else group
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
+        if attend is not None:
+            return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
         out_bnhd = self.attend(
             q_bnhd,
             k_bnhd,
@@ -305,6 +332,23 @@ class MultiheadDilatedAttention(nn.Module):
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"
         return f"{self.pattern}, {heads}"
+
+
+def _is_causal_mask(mask: Any, query: Any) -> bool:
+    """Whether a mask, of bools or of 0 and -inf, hides exactly the keys behind each query."""
+    hidden = _as_padding(mask)
+    if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
+        return False
+    n = query.shape[1] if isinstance(query, Tensor) and query.dim() == 3 else -1
+    return hidden.shape == (n, n) and torch.equal(hidden, torch.ones_like(hidden).triu(1))
+
+
+def _as_padding(mask: Any) -> Any:
+    """A bool mask of one that is added to scores, where it has no numbers but 0 and -inf."""
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return mask
+    hidden = mask == -torch.inf
+    return hidden if bool((hidden | (mask == 0)).all()) else mask
 
 
 class DilatedAttention(nn.Module):

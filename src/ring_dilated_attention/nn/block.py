@@ -5,19 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel import gather_weights_in, is_fully_sharded
+from ..parallel import is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
-from .modules import IN_CHUNKS, refuse_sharded_apart
+from .modules import IN_CHUNKS, hooks_of, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-T = TypeVar("T")
 
 
 class Block(nn.Module, ABC):
@@ -62,61 +61,76 @@ class Block(nn.Module, ABC):
             The shape and dtype of `hidden`.
 
         Raises:
-            ValueError: there are `chunk_rows`, and `fully_shard` was called with a submodule.
+            ValueError: there are `chunk_rows`, and `fully_shard` was called with a submodule, or
+                `attention` has hooks or another forward, which chunks would not call.
         """
-        gather_weights_in(self.attention, ("project", "combine"))
-        if attend is None:
-            attend = partial(self.attention.attend, is_causal=self.is_causal, **options)
+        given: dict[str, Any] = {"is_causal": self.is_causal, **options}
+        if attend is not None:
+            given = {"attend": attend}
         is_one_chunk = chunk_rows is None or hidden.shape[1] <= chunk_rows
-        if is_one_chunk and not torch.is_grad_enabled():  # nothing is kept for backward
-            heads = self._told(attend, self._heads, hidden, *tables)
-            return self._rest(hidden, attend(*heads), in_chunks=True)
-        if chunk_rows is not None:
-            refuse_sharded_apart(self, self._modules, IN_CHUNKS)
-        if chunk_rows is not None and checkpoint == "keep_attention":
+        if chunk_rows is None or (is_one_chunk and not torch.is_grad_enabled()):
+            return run_checkpointed(checkpoint, [self], self._at_once, hidden, tables, given)
+        refuse_sharded_apart(self, self._modules, IN_CHUNKS)
+        # A rank without gradients whose rows are one chunk goes on, and is told.
+        telling_ranks(given.get("group"), lambda _: self.refuse_own_call(), hidden)
+        if checkpoint == "keep_attention":
             # Its chunks recompute the last part by themselves, from attention's out, which is kept.
-            return self._through(hidden, tables, checkpoint, chunk_rows, attend)
+            return self._in_chunks(hidden, tables, checkpoint, chunk_rows, given)
         return run_checkpointed(
-            checkpoint, [self], self._through, hidden, tables, "none", chunk_rows, attend
+            checkpoint, [self], self._in_chunks, hidden, tables, "none", chunk_rows, given
         )
 
-    def _through(
+    def refuse_own_call(self) -> None:
+        """Raise a `ValueError` unless chunks may use the parts of attention without calling it.
+
+        Its own hooks would not run, nor a forward of its own, nor that of a wrapper around it.
+        """
+        attention = self.attention
+        own = getattr(attention.forward, "__func__", None) is not MultiheadDilatedAttention.forward
+        if own or hooks_of(attention):
+            what = "a forward of its own" if own else f"hooks ({', '.join(hooks_of(attention))})"
+            raise ValueError(
+                f"{type(self).__name__.removeprefix('FSDP')}.attention, a "
+                f"{type(attention).__name__}, has {what}, and chunk_rows uses its parts without "
+                "calling it: give chunk_rows=None, or put hooks on modules inside or around it"
+            )
+
+    def _at_once(self, hidden: Tensor, tables: tuple[Tensor, ...], given: dict[str, Any]) -> Tensor:
+        """All rows at once: attention is called as a module, so that its hooks run."""
+        # Ranks wait for the weights of what is under fully_shard by itself.
+        inside = (self.attention_norm, *self.attention.modules())
+        group = None if any(map(is_fully_sharded, inside)) else given.get("group")
+        normed = telling_ranks(group, self.attention_norm, hidden)
+        rope = self._rope(*tables)
+        attended, _ = self.attention(normed, normed, normed, rope=rope, **given)
+        del normed  # before the MLP makes what is wider
+        # Without gradients nothing is kept for backward.
+        return self._mlp(hidden + attended, in_chunks=not torch.is_grad_enabled())
+
+    def _in_chunks(
         self,
         hidden: Tensor,
         tables: tuple[Tensor, ...],
         checkpoint: Checkpoint,
-        chunk_rows: int | None,
-        attend: Attend,
+        chunk_rows: int,
+        given: dict[str, Any],
     ) -> Tensor:
+        """The parts of attention one by one: the first and the last in chunks of rows."""
+        before = self._before_attention()
         attended = run_checkpointed(
-            checkpoint,
-            self._before_attention(),
-            self._attend,
-            hidden,
-            tables,
-            chunk_rows,
-            attend,
+            checkpoint, before, self._attend, hidden, tables, chunk_rows, given
         )
-        rest = partial(self._rest, in_chunks=chunk_rows is not None)
-        return map_rows(rest, hidden, attended, rows=chunk_rows, modules=self._behind_attention())
+        modules = self._behind_attention()
+        return map_rows(self._rest, hidden, attended, rows=chunk_rows, modules=modules)
 
     def _attend(
-        self,
-        hidden: Tensor,
-        tables: tuple[Tensor, ...],
-        chunk_rows: int | None,
-        attend: Attend,
+        self, hidden: Tensor, tables: tuple[Tensor, ...], chunk_rows: int, given: dict[str, Any]
     ) -> Tensor:
         modules = self._before_attention()
         heads = partial(map_rows, self._heads, rows=chunk_rows, modules=modules)
-        return attend(*self._told(attend, heads, hidden, *tables))
-
-    def _told(self, attend: Attend, heads: Callable[..., T], *inputs: Tensor) -> T:
-        """The heads; the ranks that are about to attend are told where this fails."""
-        group = attend.keywords.get("group") if isinstance(attend, partial) else None
-        # Ranks wait for the weights of what is under fully_shard by itself.
-        apart = any(map(is_fully_sharded, (self.attention, *self._before_attention())))
-        return telling_ranks(None if apart else group, heads, *inputs)
+        made = telling_ranks(given.get("group"), heads, hidden, *tables)
+        attend: Attend | None = given.get("attend")
+        return attend(*made) if attend else self.attention.attend(*made, **given)
 
     def _before_attention(self) -> list[nn.Module]:
         """The modules that `_heads` uses: optimizers may have changed the others by then."""
@@ -127,13 +141,21 @@ class Block(nn.Module, ABC):
         """The modules that `_rest` uses."""
         return [self.attention.out_proj, self.mlp_norm, self.expand, self.contract]
 
-    @abstractmethod
+    def _rope(self, *tables: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The rotation of query and key that a block makes of its tables; None: there is none."""
+        return None
+
     def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value of every row; the tables have a batch dimension."""
+        normed = self.attention_norm(hidden)
+        return self.attention.project(normed, normed, normed, rope=self._rope(*tables))
 
-    def _rest(self, hidden: Tensor, attended: Tensor, *, in_chunks: bool) -> Tensor:
+    def _rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What follows attention, for every row."""
-        hidden = hidden + self.attention.combine(attended)
+        return self._mlp(hidden + self.attention.combine(attended), in_chunks=True)
+
+    def _mlp(self, hidden: Tensor, *, in_chunks: bool) -> Tensor:
+        """The norm, the MLP and the residual, for every row."""
         expanded = self.expand(self.mlp_norm(hidden))
         return hidden + self._contract(expanded, in_chunks=in_chunks)
 

@@ -139,7 +139,10 @@ class _Weights:
             now = module._parameters.get(name, module._buffers.get(name))
             same = now is tensor or _is_kept_elsewhere(module, name, now, tensor)
             if not same or _version(tensor) != version:
-                other = "another one (with functional_call use torch.func.grad)"
+                other = (
+                    "another one (with functional_call use torch.func.grad, or pass tensors that "
+                    "are no nn.Parameter)"
+                )
                 how = "changed in place" if same else other
                 raise RuntimeError(
                     f"{name} of a {type(module).__name__} was {how} between forward and backward, "
@@ -244,7 +247,7 @@ def map_rows(
     the function must be deterministic, and modules must stay as they are until then.
     Beyond inputs, results and their gradients, one chunk's intermediates live at a time. Gradients
     of parameters are summed over chunks in float32, or in float64 for those of float64.
-    Not for ``fullgraph=True`` of torch.compile.
+    Not for ``fullgraph=True`` of torch.compile; torch.jit.trace sees all rows at once.
 
     Args:
         function: takes a chunk of each input and returns a tensor, or a tuple of tensors; row i of
@@ -264,7 +267,7 @@ def map_rows(
             of `modules` are views of a flat one of FullyShardedDataParallel.
         RuntimeError: in backward, a parameter takes no part in the results, or is another one.
     """
-    if rows is None:
+    if rows is None or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
         return function(*inputs)
     check_positive_int("rows", rows)
     if len({x.shape[1] for x in inputs}) != 1:

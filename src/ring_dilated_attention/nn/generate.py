@@ -31,7 +31,7 @@ from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
 from .attention import MultiheadDilatedAttention
-from .block import Block
+from .block import Attend, Block
 from .config import LongNetConfig
 from .modules import runs_hooks
 from .rope import RotaryEmbedding
@@ -411,22 +411,44 @@ class TokenGenerator(nn.Module):
 
 
 def _blocks(model: TokenGenerator) -> list[Block]:
-    return cast("list[Block]", model.blocks)
+    blocks = cast("list[Block]", model.blocks)
+    for index, block in enumerate(blocks):
+        if not hasattr(block.attention, "attend"):  # a wrapper of torch's hands attributes on
+            raise ValueError(
+                f"blocks[{index}].attention must be a MultiheadDilatedAttention to generate; got a "
+                f"{type(block.attention).__name__}"
+            )
+        if model.chunk_rows is not None:  # on every rank, however many rows it has
+            block.refuse_own_call()
+    return blocks
 
 
 def _through(
     model: TokenGenerator,
     tokens: Tensor,
     positions: Tensor,
-    attends: Sequence[Callable[[Tensor, Tensor, Tensor], Tensor]],
+    attends: Sequence[Attend],
 ) -> Tensor:
     """The residual stream behind the blocks, each with its attention; positions (1 or batch, m)."""
     rotation, hidden = model.rope(positions), model.embed(tokens)
     for block, attend in zip(_blocks(model), attends, strict=True):
+        asked: list[bool] = []
+        through = partial(_asked, asked, attend)
         hidden = block(
-            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=attend
+            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=through
         )
+        if not asked:  # its cache holds nothing of these tokens
+            raise ValueError(
+                f"the forward of a {type(block.attention).__name__} leaves its argument attend "
+                "aside, by which attention goes through the KV cache: generate by forward of the "
+                "whole text, or call it"
+            )
     return hidden
+
+
+def _asked(asked: list[bool], attend: Attend, *heads: Tensor) -> Tensor:
+    asked.append(True)
+    return attend(*heads)
 
 
 def _last_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -61,10 +62,8 @@ class LongNetBlock(Block):
         self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
         self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
 
-    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        normed = self.attention_norm(hidden)
-        rotation = Rotation(*tables)
-        return self.attention.project(normed, normed, normed, rope=rotation.__call__)
+    def _rope(self, *tables: Tensor) -> Callable[[Tensor], Tensor]:
+        return Rotation(*tables).__call__
 
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         contracted: Tensor = self.contract(F.gelu(expanded))

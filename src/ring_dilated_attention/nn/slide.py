@@ -83,10 +83,6 @@ class EncoderBlock(Block):
         norm = self.attention.norm
         return [*super()._behind_attention(), self.inner_norm, *([] if norm is None else [norm])]
 
-    def _heads(self, hidden: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-        normed = self.attention_norm(hidden)
-        return self.attention.project(normed, normed, normed)
-
     def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         """The MLP from its first projection on.
 
@@ -100,6 +96,10 @@ class EncoderBlock(Block):
             return self._normed(expanded)
         modules = self.inner_norm, self.contract
         is_traced = torch.compiler.is_compiling()
+        if not is_traced and any(
+            not isinstance(x, nn.Parameter) for module in modules for x in module.parameters()
+        ):
+            return self._normed(expanded)  # in backward tensors of functional_call are gone
         if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)
         # The same without a checkpoint's hooks, which take the CPU 0.3 ms.

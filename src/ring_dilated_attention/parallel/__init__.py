@@ -8,11 +8,11 @@ what a rank has of a dimension of one, `torch_cuts` what each has.
 batches of ranks, and `comparing` does so in a function of another name.
 
 `labels_per_rank` is what a loss is divided by where DDP and FSDP2 average gradients, and
-`refuse_beside_wrapper` refuses calls whose gradients they do not. `is_fully_sharded` and
-`gather_weights_in` are for modules under FSDP2.
+`refuse_beside_wrapper` refuses calls whose gradients they do not. `is_fully_sharded` is for modules
+under FSDP2.
 """
 
-from .averaging import gather_weights_in, is_fully_sharded, labels_per_rank, refuse_beside_wrapper
+from .averaging import is_fully_sharded, labels_per_rank, refuse_beside_wrapper
 from .dtensors import (
     Placed,
     dtensor_of,
@@ -31,7 +31,6 @@ __all__ = [
     "comparing",
     "dtensor_of",
     "fill",
-    "gather_weights_in",
     "group_of_dtensors",
     "is_dtensor",
     "is_fully_sharded",

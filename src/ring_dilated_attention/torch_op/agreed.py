@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..documents import refuse_in_traces
 from ..exchange import (
     Exchange,
     Group,
@@ -164,6 +165,7 @@ def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.d
         TypeError: it is no tensor, or not boolean.
         ValueError: it has another shape than (batch, local_length), or another device.
     """
+    refuse_in_traces("key_padding_mask")
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"key_padding_mask must be a tensor, got {in_brief(mask)}")
     if mask.is_nested or mask.layout != torch.strided:

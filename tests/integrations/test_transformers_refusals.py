@@ -309,7 +309,7 @@ MODEL_REFUSALS: dict[str, Any] = {
     "a mask of each layer": ({"attention_mask": {}}, "must be a tensor .* got dict"),
     "rows packed otherwise": (
         {"position_ids": torch.cat([restarts(20, 21), restarts(21, 20)])},
-        "same positions in every row of the batch .*: join them to one row, .* in row 0, position 21 .* must have 0; got 1",
+        "every row of the batch .* to one row, .* in row 0, position 21 .* must have 0; got 1",
     ),
     "an offset": ({"position_ids": restarts(41) + 1}, "position 0 .* must have 0; got"),
     "a jump": ({"position_ids": restarts(41) * 2}, "position 1 .* must have 1; got 2"),

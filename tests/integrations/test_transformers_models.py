@@ -159,9 +159,12 @@ def test_linear_attention_gets_the_documents(known, monkeypatch):
     model, given = make("Qwen3Next", **LINEAR).float(), []
     layer = model.model.layers[0].linear_attn
     set_attention(model, DENSE)
-    monkeypatch.setattr(
-        layer, "forward", lambda hidden_states, **options: (given.append(options), hidden_states)[1]
-    )
+
+    def forward(hidden_states, **options):
+        given.append(options)
+        return hidden_states
+
+    monkeypatch.setattr(layer, "forward", forward)
     model(input_ids=batch_of("plain")["input_ids"][:1], **known)
     borders, index = given[0]["cu_seq_lens_q"].tolist(), given[0]["seq_idx"]
     assert borders == known.get("cu_seq_lens_q", torch.tensor([0, 10, LENGTH])).tolist()

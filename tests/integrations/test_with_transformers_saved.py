@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_a_damaged_entry_is_refused(tmp_path, entry, message):
 
 @pytest.mark.parametrize("wrap", [dict, lambda entry: {"pattern": entry}])
 def test_an_entry_by_hand_has_the_defaults_of_a_pattern(wrap):
-    config, entry = make().config, {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
+    config = make().config
+    entry: dict[str, Any] = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
     setattr(config, NAME, wrap(entry))
     config._attn_implementation = NAME
     model = AutoModelForCausalLM.from_config(config)

@@ -1,5 +1,7 @@
 """Models other than decoders of text: encoders, models of images, parts of models of several."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -17,6 +19,7 @@ from support.transformers_models import (
     make,
     on_group,
     restarts,
+    shard_of,
     summed,
     vision,
 )
@@ -139,6 +142,63 @@ def test_a_flattening_collator(options):
     assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
 
 
+IDS = torch.arange(LENGTH)[None]
+LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+}
+EMPTY = torch.tensor([0, 10, 10, LENGTH, LENGTH])
+GIVEN = {"cu_seq_lens_q": EMPTY, "cu_seq_lens_k": EMPTY}
+
+
+@pytest.mark.parametrize("known", [GIVEN, {"position_ids": restarts(10, LENGTH - 10)}])
+def test_linear_attention_gets_the_documents(known, monkeypatch):
+    """flash-linear-attention, which keeps them apart, is not installed: what the layer is given."""
+    model, given = make("Qwen3Next", **LINEAR).float(), []
+    layer = model.model.layers[0].linear_attn
+    set_attention(model, DENSE)
+
+    def forward(hidden_states, **options):
+        given.append(options)
+        return hidden_states
+
+    monkeypatch.setattr(layer, "forward", forward)
+    model(input_ids=batch_of("plain")["input_ids"][:1], **known)
+    borders, index = given[0]["cu_seq_lens_q"].tolist(), given[0]["seq_idx"]
+    assert borders == known.get("cu_seq_lens_q", torch.tensor([0, 10, LENGTH])).tolist()
+    assert torch.equal(index, (torch.arange(LENGTH) >= 10).int()[None])
+    with pytest.raises(ValueError, match=r"Qwen3NextGatedDeltaNet .* would not keep these"):
+        model(input_ids=IDS.expand(2, -1), position_ids=restarts(10, LENGTH - 10).expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "layers"),
+    [
+        ("MiniMax", {"layer_types": LINEAR["layer_types"], "head_dim": 8}, "linear_attention"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv"),
+    ],
+)
+@pytest.mark.parametrize("known", [GIVEN, {"position_ids": restarts(10, LENGTH - 10)}])
+def test_layers_that_run_over_documents_are_refused(family, options, layers, known):
+    model = make(family, **options).float()
+    set_attention(model, DENSE)
+    model(input_ids=IDS)
+    with pytest.raises(ValueError, match=f"{layers} of .* would not keep these documents apart"):
+        model(input_ids=IDS, **known)
+
+
+def test_borders_of_empty_documents():
+    model = make()
+    set_attention(model, PATTERN)
+    batch = batch_of("plain", rows=1)
+    want = model(**batch, position_ids=restarts(10, LENGTH - 10)).logits
+    batch.update(GIVEN, position_ids=restarts(10, LENGTH - 10))
+    assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
+    check_ranks(model, ZIGZAG, batch)
+
+
 def test_seq_idx_alone_says_nothing_to_attention():
     model = make()
     set_attention(model, PATTERN)
@@ -244,14 +304,17 @@ def test_tokens_that_ranks_share_evenly_need_no_layout():
 
 
 def test_images_of_several_sizes_are_refused():
-    """Siglip2 pads them; transformers takes the mask to the attention, which has none."""
+    """Siglip2 pads them; transformers takes the mask to the attention, which takes all ones."""
     model = vision("Siglip2Vision", num_patches=36, vision_use_head=False)
     batch = {
         "pixel_values": torch.randn(2, 30, 48).double(),
         "pixel_attention_mask": torch.ones(2, 30, dtype=torch.int64),
         "spatial_shapes": torch.tensor([[5, 6], [5, 6]]),
     }
+    want = model(**batch).last_hidden_state
     set_attention(model, DENSE)
+    assert relative_error(model(**batch).last_hidden_state, want) < EXACT
+    batch["pixel_attention_mask"][0, -1] = 0
     with pytest.raises(ValueError, match="pixel_attention_mask must be None: images of a batch"):
         model(**batch)
 
@@ -260,7 +323,7 @@ def test_bad_calls_of_images_are_errors_on_every_rank():
     model = vision("ViT")
     set_attention(model, PATTERN)
     with pytest.raises(ValueError, match="attention_mask must be None"):
-        model(IMAGES, attention_mask=torch.ones(2, 37))
+        model(IMAGES, attention_mask=torch.zeros(2, 37))
     with pytest.raises(ValueError, match="output_attentions must be False"):
         model(IMAGES, output_attentions=True)
 
@@ -451,6 +514,25 @@ def test_a_model_of_several_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         set_attention(model, DENSE)
     assert model.config._attn_implementation != "ring_dilated_attention"
+
+
+def test_the_whole_model_computes_its_loss_on_ranks():
+    model, batch = llava()[0], batch_of("plain", rows=2)
+    set_attention(model.model.language_model, PATTERN)
+    want, layout = model(**batch).loss, ZIGZAG
+    count = (batch["labels"][:, 1:] != -100).sum() / layout.world_size
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        set_attention(own.model.language_model, PATTERN, group=ends, layout=layout)
+        shard = {**shard_of(batch, layout, ends), "num_items_in_batch": count}
+        for name in ("shift_labels", "num_items_in_batch"):
+            with pytest.raises(ValueError, match=f"ranks labels need {name}: .* got {name}=None"):
+                own(**{**shard, name: None})
+        return own(**shard).loss
+
+    losses = run_loopback(layout.world_size, run)
+    assert relative_error(sum(losses) / len(losses), want) < IN_FLOAT32
 
 
 def test_the_towers_of_clip_have_attention_each():

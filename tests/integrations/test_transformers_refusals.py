@@ -71,6 +71,7 @@ def gemma(**changes):
 
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32}
 MODELS: dict[str, Any] = {
     "crossing": (t5, "T5Model: .* cross-attention .*; got config.is_encoder_decoder=True"),
     "no arguments": (bloom, r"must take attention_mask, .*; got BloomModel.forward\("),
@@ -82,6 +83,16 @@ MODELS: dict[str, Any] = {
     ),
     "soft caps": (gemma, "sliding_window=8 in layers 0, 1; attn_logit_softcapping=50.0 in layers"),
     "sinks": (lambda: make("GptOss", sliding_window=8, **EXPERTS), "sinks in layers 0, 1"),
+    "a mask of windows": (
+        lambda: transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(**SMALL, head_dim=8, layer_types=["full_attention"] * 2)
+        ),
+        "got create_sliding_window_causal_mask in Gemma3TextModel",
+    ),
+    **{
+        name: (partial(make, name, **options), f"keyword arguments .*; got {name}Attention")
+        for name, options in {"StableLm": {}, "Nemotron": {}, "OPT": OPT}.items()
+    },
     "ModernBert": (
         lambda: make("ModernBert", head="Model", pad_token_id=0),
         "sliding_attention in layers 1",
@@ -298,7 +309,7 @@ MODEL_REFUSALS: dict[str, Any] = {
     "a mask of each layer": ({"attention_mask": {}}, "must be a tensor .* got dict"),
     "rows packed otherwise": (
         {"position_ids": torch.cat([restarts(20, 21), restarts(21, 20)])},
-        "same positions in every row of the batch; in row 0, position 21 .* must have 0; got 1",
+        "every row of the batch .* to one row, .* in row 0, position 21 .* must have 0; got 1",
     ),
     "an offset": ({"position_ids": restarts(41) + 1}, "position 0 .* must have 0; got"),
     "a jump": ({"position_ids": restarts(41) * 2}, "position 1 .* must have 1; got 2"),
@@ -342,14 +353,6 @@ def test_the_model_refuses(changes, message):
         model(**{"input_ids": IDS, **changes})
 
 
-def test_a_model_that_always_makes_the_mask_of_a_window_is_refused():
-    options = {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * 2}
-    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options))
-    set_attention(model, PATTERN)
-    with pytest.raises(ValueError, match="as Gemma3 does, are not supported"):
-        model(input_ids=IDS)
-
-
 def test_every_argument_of_a_model_is_honoured_or_refused():
     """A new argument of transformers has to be put in one of these lists."""
     honoured = {"self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "kwargs"}
@@ -360,7 +363,10 @@ def test_every_argument_of_a_model_is_honoured_or_refused():
 
 def test_settings_belong_to_a_model():
     first, second = make(), make()
-    with pytest.raises(ValueError, match=r"no settings reached LlamaAttention: call .*set_attent"):
+    with pytest.raises(
+        ValueError,
+        match=r"no settings reached LlamaAttention: .* import set_attention, and call set_att",
+    ):
         first(IDS)
     set_attention(first, DENSE)
     set_attention(second, PATTERN)
@@ -410,6 +416,7 @@ def test_another_implementation_behind_our_back_is_refused():
             {"num_items_in_batch": torch.tensor(80.5).bfloat16()},
             r"got torch.bfloat16, .* pass num_items_in_batch.item\(\)",
         ),
+        ({"fused_lm_head": True}, r"trl computes the loss itself, .* use transformers' Trainer"),
         ({"logits_to_keep": 1}, r"logits_to_keep must be 0, .* needs use_cache=True .* got 1"),
         ({"output_router_logits": True}, "output_router_logits must be False"),
     ],

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ring_dilated_attention.integrations.transformers import (
     remove_attention,
     set_attention,
 )
+from ring_dilated_attention.integrations.transformers_call import SETTINGS
 
 PATTERNS = {
     "mixed": PATTERN,
@@ -126,8 +128,11 @@ NO_LENGTH = {
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (3, "holds no pattern as set_attention writes it: TypeError"),
-        ({"pattern": {"segment_lengths": [3]}}, "holds no pattern .* KeyError: 'dilation_rates'"),
+        (3, "holds no pattern as set_attention writes it: AttributeError"),
+        (
+            {"pattern": {"segment_lengths": [3]}},
+            "holds no pattern .* TypeError: .*'dilation_rates'",
+        ),
         ({"pattern": NO_LENGTH}, "holds no pattern .* a segment length must be >= 1"),
     ],
 )
@@ -138,6 +143,16 @@ def test_a_damaged_entry_is_refused(tmp_path, entry, message):
     (path / "config.json").write_text(json.dumps(text))
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda entry: {"pattern": entry}])
+def test_an_entry_by_hand_has_the_defaults_of_a_pattern(wrap):
+    config = make().config
+    entry: dict[str, Any] = {"segment_lengths": [8, None], "dilation_rates": [1, 2]}
+    setattr(config, NAME, wrap(entry))
+    config._attn_implementation = NAME
+    model = AutoModelForCausalLM.from_config(config)
+    assert getattr(model, SETTINGS).pattern == DilatedPattern(**entry)
 
 
 WITHOUT_US = """

@@ -58,6 +58,7 @@ from .transformers_call import (
     by_name,
     is_cached,
     layout_in_words,
+    part_on_ranks,
     prepared,
 )
 from .transformers_call import shard_batch as shard_batch  # offered here
@@ -70,7 +71,9 @@ from .transformers_generate import (
 )
 from .transformers_support import (
     HARMLESS,
+    IMAGE_MASKS,
     NAME,
+    PACKING,
     Positions,
     check_arguments,
     check_model,
@@ -301,14 +304,16 @@ def attention_forward(
     call = Call(own, own.layout) if call is None and own is not None else call
     if not isinstance(call, Call):
         raise ValueError(
-            f"no settings reached {type(module).__name__}: call "
-            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern) with "
-            "the model that you call (it must hand keyword arguments down to its attention); where "
+            f"no settings reached {type(module).__name__}: a name alone has no pattern. from "
+            "ring_dilated_attention.integrations.transformers import set_attention, and call "
+            "set_attention(model, pattern) with the model that you call (it must hand keyword "
+            "arguments down to its attention); where "
             "only a part of a model has a pattern, load the model with attn_implementation="
             f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
         )
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    given = {name: x for name, x in kwargs.items() if x is not None and name not in HARMLESS}
+    harmless = HARMLESS if call.documents is None else HARMLESS.union(PACKING)  # it has them
+    given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
     why = ""
@@ -449,14 +454,18 @@ def _after_head(
     return output
 
 
-def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a model of images: refuses what would be ignored; ranks compare their images."""
     given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
     ends = resolve_exchange(settings.group)
     with comparing(type(module).__name__, ends) as compared:
+        for name in IMAGE_MASKS:
+            if isinstance(mask := given.get(name), Tensor) and bool((mask == 1).all()):
+                given[name] = None  # no patch is padding
         check_arguments(module, given, settings.pattern, ends.world_size, "images")
         compared.update({k: x for k, x in given.items() if isinstance(x, Tensor | bool)})
         compared["layout"] = layout_in_words(settings.layout)
+    return (), given
 
 
 def _shard_images(
@@ -504,6 +513,32 @@ def _restore_when_made() -> None:
     PreTrainedModel.post_init = made
 
 
+def _refuse_losses_of_shards() -> None:
+    """Let a model around a part with ranks, as of vision and language, check its own loss.
+
+    Its labels do not reach the part, so no hook there sees them.
+    """
+    own: Any = PreTrainedModel.loss_function
+
+    def loss_function(model: PreTrainedModel) -> Any:
+        function = own.fget(model)
+        ranks = 1 if torch.compiler.is_compiling() else part_on_ranks(model)
+        return function if ranks == 1 else partial(_loss_of_ranks, function, ranks)
+
+    PreTrainedModel.loss_function = property(loss_function, own.fset)
+
+
+def _loss_of_ranks(function: Any, ranks: int, *args: Any, **kwargs: Any) -> Any:
+    for name in ("shift_labels", "num_items_in_batch"):
+        if kwargs.get(name) is None:
+            raise ValueError(
+                f"on {ranks} ranks labels need {name}: shard_batch returns shift_labels, and "
+                f"labels_per_rank num_items_in_batch; got {name}=None"
+            )
+    return function(*args, **kwargs)
+
+
 _restore_when_made()
+_refuse_losses_of_shards()
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

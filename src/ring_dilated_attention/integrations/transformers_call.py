@@ -28,8 +28,11 @@ from .transformers_support import (
     ANY_POSITIONS,
     CACHE_NAMES,
     NAME,
+    PACKING,
+    TOLD,
     Positions,
     check_arguments,
+    layers_across_documents,
     learns_next,
     rotates_in_dimensions,
 )
@@ -122,8 +125,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
 
     `given` get global ``position_ids`` (None where the model makes them itself), a 2-D
     ``attention_mask`` (with one, transformers looks for no documents in a shard),
-    ``use_cache=False`` and a `Call`, and lose ``cu_seq_lens_q`` and its companions. What is not
-    supported, and ranks that differ, are errors on every rank.
+    ``use_cache=False`` and a `Call`. What is not supported, and ranks that differ, are errors on
+    every rank.
     """
     ends, layout = resolve_exchange(settings.group), settings.layout
     name, first = type(module).__name__, settings.positions.first
@@ -172,7 +175,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     if mask is None:
         mask = rows.positions.new_ones(rows.batch, len(rows.positions), dtype=torch.bool)
     return {
-        **{key: value for key, value in given.items() if key not in _WHOLE},
+        **given,
+        **_documents_of_layers(module, given, documents, rows),
         "position_ids": ids,
         "attention_mask": mask,
         "use_cache": False,
@@ -283,6 +287,32 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
         ) from None
 
 
+def _documents_of_layers(
+    module: nn.Module, given: dict[str, Any], documents: list[int] | None, rows: Rows
+) -> dict[str, Any]:
+    """Arguments that tell linear attention and convolutions the documents: on one process.
+
+    A ValueError where such layers would let documents run into each other.
+    """
+    layers = layers_across_documents(module)
+    if not layers or documents is None or len(documents) < 3:
+        return {}
+    device, stop = rows.positions.device, documents[-1]
+    if rows.batch == 1 and all(layer.endswith(TOLD) for layer in layers):
+        # Padding behind the documents is one more.
+        borders = torch.tensor([*documents, *[rows.total] * (stop < rows.total)], device=device)
+        index = torch.bucketize(rows.positions[None], borders[1:], right=True, out_int32=True)
+        known = {"cu_seq_lens_q": borders.int(), "cu_seq_lens_k": borders.int(), "seq_idx": index}
+        return {name: x for name, x in known.items() if given.get(name) is None}
+    if given.get("seq_idx") is None or "linear_attention" in layers:
+        raise ValueError(
+            f"{', '.join(layers)} of {type(module).__name__} would not keep these documents apart: "
+            "give each document a batch or a row of its own, padded on the right (a layer of "
+            "transformers that takes seq_idx can be given that)"
+        )
+    return {}
+
+
 def _documents(
     name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange, first: int
 ) -> list[int] | None:
@@ -302,7 +332,8 @@ def _documents(
         for row, local in (valid & (ids != expected)).nonzero()[:1].tolist():
             raise ValueError(
                 f"position_ids must count up from {first} and restart at {first} where a document "
-                f"begins, at the same positions in every row of the batch; in row {row}, position "
+                f"begins, at the same positions in every row of the batch (rows packed otherwise: "
+                f"join them to one row, or call with each); in row {row}, position "
                 f"{rows.positions[local].item()} of the sequence must have "
                 f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
             )
@@ -311,7 +342,8 @@ def _documents(
 
 _NO_RIGHT_PADDING = (
     "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
-    "them (padding on the left is for calls with a KV cache, as generate makes): {}"
+    "them (padding on the left is for calls with a KV cache, as generate makes; to train on "
+    "prompts padded there, as of GRPO, move each row's padding behind its text): {}"
 )
 
 
@@ -441,7 +473,9 @@ def _loss_of_shard(model: nn.Module, given: dict[str, Any], ranks: int) -> str:
     labels, shifted = (given.get(x) is not None for x in ("labels", "shift_labels"))
     name, shifts = type(model).__name__, learns_next(model)
     why = ""
-    if labels and shifts and not shifted:
+    if given.get("fused_lm_head"):
+        why = "trl computes the loss itself, of a shard (fused_lm_head): use transformers' Trainer"
+    elif labels and shifts and not shifted:
         why = (
             "labels need shift_labels: a shard's last label is on another rank; shard_batch gives "
             "it. Got shift_labels=None"
@@ -472,6 +506,14 @@ def _loss_of_shard(model: nn.Module, given: dict[str, Any], ranks: int) -> str:
     return f"on {ranks} ranks {why}" if why else ""
 
 
+def part_on_ranks(model: nn.Module) -> int:
+    """Number of ranks of a part of a model that has settings, where the model itself has none."""
+    if SETTINGS in vars(model):
+        return 1  # its `Head` checks the loss
+    found = next((x for module in model.modules() if (x := vars(module).get(SETTINGS))), None)
+    return 1 if found is None else resolve_exchange(found.group).world_size
+
+
 # --- batches
 
 
@@ -479,7 +521,6 @@ _SHARDED = (
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels"),
     *("token_type_ids", "seq_idx"),
 )
-_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def shard_batch(
@@ -529,9 +570,9 @@ def shard_batch(
             if not isinstance(given, wanted):
                 raise TypeError(f"{name} must be a {wanted.__name__}; got {in_brief(given)}")
         layout.check_ranks(ends.world_size)
-        if unknown := sorted(map(str, set(batch) - {*_SHARDED, *_WHOLE})):
+        if unknown := sorted(map(str, set(batch) - {*_SHARDED, *PACKING})):
             raise ValueError(
-                f"a batch may hold {', '.join((*_SHARDED, *_WHOLE))}; got {', '.join(unknown)}"
+                f"a batch may hold {', '.join((*_SHARDED, *PACKING))}; got {', '.join(unknown)}"
             )
         for name in _SHARDED:
             tensor = batch.get(name)
@@ -548,7 +589,7 @@ def shard_batch(
         compared.update(batch, layout=layout.digest[:8], shift_labels=shift_labels)
     if shift_labels and "labels" in whole:
         whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
-    shards = {name: batch[name] for name in _WHOLE if name in batch}
+    shards = {name: batch[name] for name in PACKING if name in batch}
     for name, tensor in whole.items():
         shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat
     return shards

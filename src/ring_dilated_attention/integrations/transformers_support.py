@@ -11,6 +11,7 @@ has the pattern with all its options.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +27,11 @@ argument by which a call's settings go from the model to its attention modules."
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers' models call a KV cache: from version 5.24 on, and before."""
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Documents as transformers' models take them; linear attention reads them too."""
+TOLD = "GatedDeltaNet"
+"""Name of the linear attention that ``cu_seq_lens_q`` and ``seq_idx`` tell the documents."""
 
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # the latter: GPT-2, BERT as a decoder
 _HEADS = (*_NEXT_TOKEN, "ForMaskedLM", "ForTokenClassification")
@@ -45,6 +51,8 @@ _WHOLE_ATTENTION = {"full_attention", "linear_attention", "attention"}
 """Kinds of layers in configs: without attention, and those without a mask of their own."""
 _OPTIONS = ("sliding_window", "attn_logit_softcapping", "sinks")
 """Attributes of attention modules (the first one also of their config) that change attention."""
+_GETS_NO_ARGUMENTS = {"OPTAttention", "StableLmAttention", "NemotronAttention"}
+"""Attention whose model does not hand keyword arguments down to it."""
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 
 
@@ -202,6 +210,21 @@ def _no_interface(model: Any, base: Any) -> str:
     return "" if any(hasattr(x, "is_causal") for x in base.modules()) else "attention of its own"
 
 
+def _no_arguments(model: Any, base: Any) -> str:
+    kinds = {type(module).__name__ for module in base.modules()}
+    return ", ".join(sorted(kinds & _GETS_NO_ARGUMENTS))
+
+
+def _window_mask(model: Any, base: Any) -> str:
+    """Masks of windows or chunks that a forward makes whether a layer has them or not."""
+    try:
+        source = inspect.getsource(type(base).forward)
+    except (OSError, TypeError):  # a class typed in at a prompt; the first forward refuses its mask
+        return ""
+    found = re.search(r'"\w+": (create_(sliding|chunked)\w+)\(', source)
+    return f"{found[1]} in {type(base).__name__}.forward" if found else ""
+
+
 def _other_head(model: Any, base: Any) -> str:
     heads = () if takes_images(base) else _HEADS
     return "" if base is model or type(model).__name__.endswith(heads) else type(model).__name__
@@ -240,6 +263,17 @@ def other_layers(model: Any, base: Any) -> str:
     return ", ".join([*others, *mixing])
 
 
+def layers_across_documents(base: Any) -> list[str]:
+    """Names of the layers other than attention that mix positions, by their classes or kinds."""
+    owners = {
+        type(module).__name__
+        for module in base.modules()
+        if any(isinstance(child, nn.Conv1d | nn.RNNBase) for child in module.children())
+    }
+    kinds = {*_layer_types(base)} & (_WITHOUT_ATTENTION - {"mlp", "moe"})
+    return sorted(owners or kinds)
+
+
 def _by_position(model: Any, base: Any) -> str:
     """Queries scaled by their position, and rotations that go by the longest position."""
     for path, module in model.named_modules():
@@ -276,6 +310,8 @@ MODELS = (
         "the pattern alone decides what a head sees: windows, soft caps and sinks must be off, as "
         "by config.sliding_window=None",
     ),
+    _Refused(_window_mask, "a mask of windows would be made, even if no layer has one"),
+    _Refused(_no_arguments, "the model must hand keyword arguments down to its attention"),
     _Refused(_no_interface, "attention must come from transformers' AttentionInterface", "images"),
     _Refused(
         _other_head,
@@ -328,6 +364,7 @@ class _Argument(NamedTuple):
     calls: str = "all"
 
 
+IMAGE_MASKS = ("attention_mask", "pixel_attention_mask", "patch_attention_mask", "pixel_mask")
 _NO_SIZES = "images of a batch are of one size, and none of their patches is padding"
 ARGUMENTS = (
     _Argument("head_mask", None, "heads are not masked"),
@@ -338,10 +375,7 @@ ARGUMENTS = (
     _Argument("output_router_logits", False, "they would be in another order", "cached"),
     _Argument("output_hidden_states", False, "they would be those of a shard", "cached ranks"),
     _Argument("return_dict", True, "hidden states are put in their order", "cached"),
-    *(
-        _Argument(name, None, _NO_SIZES, "images")
-        for name in ("attention_mask", "pixel_attention_mask", "patch_attention_mask", "pixel_mask")
-    ),
+    *(_Argument(name, None, _NO_SIZES, "images") for name in IMAGE_MASKS),
     *(_Argument(name, None, "an image has no KV cache", "images") for name in CACHE_NAMES),
 )
 
@@ -432,17 +466,19 @@ def erase(config: Any) -> None:
 
 
 def saved(config: Any) -> DilatedPattern | None:
-    """The pattern that `write` has put into a config; None: there is none.
+    """The pattern that a config holds; None: there is none.
+
+    The entry is that of `write`, or arguments of `DilatedPattern` alone, with its defaults.
 
     Raises:
-        ValueError: the entry is not one that `write` makes.
+        ValueError: the entry is neither.
     """
     entry = vars(config).get(NAME)
     if entry is None:
         return None
     try:
-        return DilatedPattern(**{name: entry["pattern"][name] for name in _PATTERN})
-    except (TypeError, ValueError, KeyError) as error:
+        return DilatedPattern(**entry.get("pattern", entry))
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"config.{NAME} holds no pattern as set_attention writes it: "
             f"{type(error).__name__}: {error}"

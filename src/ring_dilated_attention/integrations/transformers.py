@@ -307,8 +307,8 @@ def attention_forward(
             f"no settings reached {type(module).__name__}: a name alone has no pattern. from "
             "ring_dilated_attention.integrations.transformers import set_attention, and call "
             "set_attention(model, pattern) with the model that you call (it must hand keyword "
-            "arguments down to its attention); where only a part of a model has a pattern, load the "
-            "model with attn_implementation="
+            "arguments down to its attention); where only a part of a model has a pattern, load "
+            "the model with attn_implementation="
             f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
         )
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal

@@ -1,7 +1,5 @@
 """Documents of length 0, and cu_seqlens padded at the end, in every entry."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,8 +28,8 @@ def test_they_are_left_out(documents):
     query, key, value = tensors()
     given = torch.tensor(documents, dtype=torch.int32)
 
-    def attend(documents, **options: Any):
-        return dilated_attention(query, key, value, PATTERN, documents=documents, **options)
+    def attend(documents, lengths=None):
+        return dilated_attention(query, key, value, PATTERN, documents=documents, lengths=lengths)
 
     want = attend(PLAIN)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -54,12 +52,14 @@ def test_they_are_left_out(documents):
 def test_on_ranks_in_a_model_and_in_a_cache():
     documents, layout = [0, 5, 5, 9, 9], SequenceLayout.zigzag(LENGTH, 3)
     whole = tensors()
-    want = dilated_attention(*whole, PATTERN, documents=PLAIN)
+    query, key, value = whole
+    want = dilated_attention(query, key, value, PATTERN, documents=PLAIN)
 
     def one(ends):
         query, key, value = (layout.shard(x, ends.rank, dim=1) for x in whole)
-        where: Any = {"group": ends, "layout": layout}
-        return dilated_attention(query, key, value, PATTERN, documents=documents, **where)
+        return dilated_attention(
+            query, key, value, PATTERN, documents=documents, group=ends, layout=layout
+        )
 
     torch.testing.assert_close(layout.unshard(run_loopback(3, one), dim=1), want)
     config = LongNetConfig(
@@ -70,6 +70,6 @@ def test_on_ranks_in_a_model_and_in_a_cache():
     caches = [DilatedKVCache(PATTERN, 2, 2, 8, max_length=20, dtype=torch.float64) for _ in "ab"]
     for cache, borders in zip(caches, (documents, PLAIN), strict=True):
         cache.prefill(*whole[1:], documents=borders)
-    new = [x[:, -1:] for x in whole]
-    outs = [cached_attention(*new, cache) for cache in caches]
+    query, key, value = (x[:, -1:] for x in whole)
+    outs = [cached_attention(query, key, value, cache) for cache in caches]
     assert torch.equal(*outs)

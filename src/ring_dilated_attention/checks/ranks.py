@@ -153,13 +153,13 @@ def _rank_main(
     dist.init_process_group(
         start.backend, store=store, rank=rank, world_size=start.world_size, timeout=start.wait
     )
+    # gloo fails in a rank that is still connecting to one that has ended, or failed, meanwhile.
     if store.add("connected ranks", 1) == start.world_size:
         store.set("all connected", "")
+    store.wait(["all connected"], start.wait)
     # Pickled here, so that what cannot be pickled is this rank's error; tensors by value.
     with nan_in_uninitialized_memory() if start.fill_with_nan else nullcontext():
         answer = pickle.dumps(function(rank, start.world_size, *arguments))
     faulthandler.cancel_dump_traceback_later()
     Path(start.folder, str(rank)).write_bytes(answer)
-    # gloo fails in a rank that is still connecting to one that has closed its connections
-    store.wait(["all connected"], start.wait)
     dist.destroy_process_group()

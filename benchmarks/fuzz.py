@@ -136,7 +136,7 @@ def draw(seed: int, among: Choices) -> Case:
         batch=batch,
         is_causal=random.random() < 0.5,
         dtype=dtype,
-        exchange=random.choice(["auto", "ring", "gather"]),
+        exchange=random.choice(["auto", "ring", "gather", "heads"]),
         backend=backend,
         seed=seed,
         device=among.device,

@@ -9,22 +9,22 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (889, 4),
-    "checks": (1_689, 6),
+    "checks": (1_700, 6),
     "cli": (1_028, 6),
     "decode": (1_558, 6),
     "draw": (682, 4),
-    "engine": (2_202, 8),
+    "engine": (2_412, 9),
     "exchange": (1_593, 7),
     "integrations": (3_703, 11),
     "kernels": (3_386, 10),
     "nn": (3_396, 14),
     "parallel": (1_052, 4),
-    "plan": (2_771, 9),
-    "the root": (2_204, 9),
+    "plan": (2_962, 10),
+    "the root": (2_248, 9),
     "tiles": (1_000, 6),
-    "torch_op": (1_059, 5),
+    "torch_op": (1_114, 5),
 }
-MOST_TESTS = 22_500
+MOST_TESTS = 22_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -188,7 +188,7 @@ def dilated_attention(
         traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
         if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
             flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
-    out, lse, _ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
+    out, lse, *_ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
 
 

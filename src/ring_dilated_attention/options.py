@@ -13,10 +13,11 @@ from .layout import SequenceLayout
 from .pattern import DilatedPattern, check_bool, check_choice, check_head_slice, in_brief
 from .tiles import BACKENDS, Backend
 
-Schedule: TypeAlias = Literal["auto", "ring", "gather"]
+Schedule: TypeAlias = str
+"""One of `EXCHANGES`, or ``"heads:M"``."""
+EXCHANGES = "auto", "ring", "gather", "heads"
 BranchGradients: TypeAlias = Literal["exact", "detached"]
 BRANCH_GRADIENTS: tuple[str, ...] = get_args(BranchGradients)
-EXCHANGES: tuple[str, ...] = get_args(Schedule)
 MOST_SCALE = 2.0**64
 """Scores of ordinary inputs times this are finite in float32; beyond, they would turn into NaN."""
 
@@ -52,7 +53,12 @@ class AttentionOptions:
         layout: which rank holds which positions; None: contiguous equal shards.
         exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
+            ``"heads"`` gives each rank all rows of some heads and sends the results back
+            (all-to-all, as DeepSpeed-Ulysses), ``"heads:M"`` in groups of M consecutive ranks,
+            between which a ring goes (M divides the number of ranks, and is at most that of heads:
+            of KV heads where these see different keys); ``"heads"`` takes the largest M;
+            ``"auto"``, the default, is a ring, or gathers where that takes no more memory than
+            query and out.
         backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
             supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
             ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
@@ -185,6 +191,12 @@ def _check_heads(name: str, value: Any) -> None:
         check_head_slice(value)
 
 
+def _check_exchange(name: str, value: Any) -> None:
+    ranks = value.removeprefix("heads:") if isinstance(value, str) else ""
+    if ranks == value or not ranks.isdecimal():
+        check_choice(name, value, (*EXCHANGES, "heads:M"))
+
+
 _Check: TypeAlias = Callable[[str, Any], object]
 _OF_OPTIONS: dict[str, _Check] = {
     "is_causal": check_bool,
@@ -193,7 +205,7 @@ _OF_OPTIONS: dict[str, _Check] = {
         allowed="finite and lie between -2**64 and 2**64",
     ),
     "layout": _check_layout,
-    "exchange": partial(check_choice, choices=EXCHANGES),
+    "exchange": _check_exchange,
     "backend": partial(check_choice, choices=BACKENDS),
     "workspace": partial(
         _check_number, low=sys.float_info.min, most=sys.float_info.max,

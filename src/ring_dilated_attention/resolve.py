@@ -20,7 +20,7 @@ from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
 from .pattern import DilatedPattern, HeadBranches, HeadOffsets
-from .plan import AttentionPlan, RankPlan, plan_attention
+from .plan import AttentionPlan, HeadSplit, RankPlan, head_split, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class FlatOptions(NamedTuple):
         lengths: valid positions of each batch row; empty: all positions of all rows.
         detached: whether backward takes the weights of branches for constants.
         head_slice: empty: the call has all heads.
+        num_kv_heads: of the call.
     """
 
     segment_lengths: Sequence[int]
@@ -117,6 +118,7 @@ class FlatOptions(NamedTuple):
     lengths: Sequence[int] = ()
     detached: bool = False
     head_slice: Sequence[int] = ()
+    num_kv_heads: int = 0
 
     def pattern(self) -> DilatedPattern:
         """The pattern of the call."""
@@ -128,6 +130,17 @@ class FlatOptions(NamedTuple):
         if self.layout:
             return _layout_of(tuple(self.layout))
         return SequenceLayout.contiguous(local_length * world_size, world_size)
+
+    def rows_of(self, ranks: Sequence[int], local_length: int) -> int:
+        """Rows that ranks hold together; positions may be symbols of torch.compile."""
+        if not self.layout:
+            return local_length * len(ranks)
+        rows, flat = 0, iter(self.layout)
+        for rank, count in enumerate(flat):
+            for _ in range(count):
+                start, stop = next(flat), next(flat)
+                rows += (stop - start) * (rank in ranks)
+        return rows
 
 
 def flat_options(
@@ -171,6 +184,7 @@ def flat_options(
         lengths or (),
         options.branch_gradients == "detached" and pattern.mixes_branches,
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
+        num_kv_heads,
     )
 
 
@@ -189,6 +203,7 @@ class Resolved(NamedTuple):
     backend: Selection
     scale: float
     planned: tuple[PlannedRows, ...]  # all rows of the batch, in the same order on every rank
+    heads: HeadSplit | None  # of an all-to-all by heads, whose own heads the plans are for
 
 
 class _Kind(NamedTuple):
@@ -200,15 +215,12 @@ class _Kind(NamedTuple):
     device: torch.device
 
 
-def resolve(
-    options: FlatOptions, query: torch.Tensor, key: torch.Tensor, ends: Exchange
-) -> Resolved:
+def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolved:
     """Look up what the options stand for.
 
     Args:
         options: of a call.
-        query: (batch, local_sequence, heads, head_dim).
-        key: (batch, local_sequence, kv_heads, head_dim).
+        query: (batch, local_sequence, heads, head_dim), or a tensor like it.
         ends: this rank's end of the group.
 
     Raises:
@@ -217,7 +229,7 @@ def resolve(
     return _resolve(
         ends.rank,
         ends.world_size,
-        _Kind(query.shape, key.shape[2], query.dtype, query.device),
+        _Kind(query.shape, options.num_kv_heads, query.dtype, query.device),
         FlatOptions._make(tuple(x) if type(x) is list else x for x in options),
         wants_same_bits(),
     )
@@ -239,29 +251,48 @@ def _resolve(
 ) -> Resolved:
     _check_layout(options, kind.shape[1], rank, world_size)
     backend = select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])
+    split = split_of(options, kind.shape, world_size)
     planned = []
-    for rows, plan in plan_rows(options, kind.shape, kind.num_kv_heads, world_size):
+    for rows, plan in plan_rows(options, kind.shape, world_size):
+        one = plan.rank(rank) if split is None else split.plan_of(plan, rank)
         gathers = options.exchange == "gather"
-        if options.exchange == "auto" and world_size > 1:
-            gathers = plan.gathers
-        planned.append(PlannedRows(rows, plan.rank(rank), gathers))
+        if options.exchange not in ("ring", "gather") and one.world_size > 1:
+            gathers = one.plan.gathers
+        planned.append(PlannedRows(rows, one, gathers))
     return Resolved(
         Shared.of(_in_words(kind, options)) if world_size > 1 else None,
         backend,
         kind.shape[3] ** -0.5 if options.scale is None else options.scale,
         tuple(planned),
+        split,
     )
 
 
+def split_of(options: FlatOptions, shape: Sequence[int], world_size: int) -> HeadSplit | None:
+    """How a call exchanges rows for heads; None: it does not.
+
+    Args:
+        options: of a call.
+        shape: of its query.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: there are too few heads, or another number of ranks.
+    """
+    if not options.exchange.startswith("heads"):
+        return None  # without a layout, whose numbers may be symbols
+    layout = options.layout_of(shape[1], world_size)
+    return head_split(options.exchange, options.pattern(), layout, shape[2], options.num_kv_heads)
+
+
 def plan_rows(
-    options: FlatOptions, shape: Sequence[int], num_kv_heads: int, world_size: int
+    options: FlatOptions, shape: Sequence[int], world_size: int
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
     Args:
         options: of a call, with tuples in place of lists.
         shape: of its query.
-        num_kv_heads: heads of its key.
         world_size: number of ranks.
 
     Raises:
@@ -269,8 +300,9 @@ def plan_rows(
     """
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
+    heads = num_heads, options.num_kv_heads
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
-        yield rows, _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
+        yield rows, _plan(pattern, layout, options.is_causal, *heads, borders)
 
 
 def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:

@@ -102,12 +102,13 @@ def assert_equal(actual, expected):
     ],
 )  # fmt: skip
 def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
+    options = options._replace(num_kv_heads=kv_heads)
     tensors = leaves(21, kv_heads=kv_heads, dtype=dtype)
     measured = torch.tensor([21, 8]) if options.zero_keys else None
     borders = torch.tensor([0, 5, 21]) if options.zero_keys else None
     opcheck(FORWARD, (*tensors, measured, borders, *options))
     inputs = [x.detach() for x in tensors]
-    out, lse, identity = FORWARD(*inputs, measured, borders, *options)
+    out, lse, identity, _ = FORWARD(*inputs, measured, borders, *options)
     for dlse in (None, torch.ones_like(lse)):
         given = torch.ones_like(out), dlse, *inputs, out, lse, identity, measured, borders
         opcheck(BACKWARD, (*given, *options))
@@ -328,9 +329,14 @@ def _groups(rank, world_size):
     errors = []
     layout = SequenceLayout.zigzag(26 * world_size, world_size)
     calls = [(20, {}), (21, {}), (40, {}), (26, {"layout": layout})]
-    for group, count in ((dist.group.WORLD, 4), (init_device_mesh("cpu", (world_size,)), 2)):
+    ways = (
+        (dist.group.WORLD, "auto", 4),
+        (dist.group.WORLD, "heads", 4),
+        (init_device_mesh("cpu", (world_size,)), "auto", 2),
+    )
+    for group, exchange, count in ways:
         torch._dynamo.reset()
-        grouped = partial(attention, group=group)
+        grouped = partial(attention, group=group, exchange=exchange)
         function, counter = compiled(grouped)
         for length, options in calls[:count]:
             got = results(function, leaves(length), **options)

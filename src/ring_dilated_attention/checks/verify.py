@@ -19,7 +19,7 @@ from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import BranchGradients, Schedule
 from ..pattern import DilatedPattern, check_int
-from ..plan import AttentionPlan, costs, plan_attention
+from ..plan import AttentionPlan, HeadSplit, costs, head_split, plan_attention
 from ..tiles import Backend, accumulate_dtype
 from .ranks import world_exchange
 from .reference import reference_attention
@@ -207,6 +207,12 @@ class Case:
             documents=self.documents,
             length=length,
         )
+
+    @property
+    def split(self) -> HeadSplit | None:
+        """How rows are exchanged for heads; None: they are not."""
+        heads = self.num_heads, self.num_kv_heads
+        return head_split(self.exchange, self.pattern, self.layout, *heads)
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""
@@ -397,18 +403,23 @@ def _compare(
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
     """Bytes that a rank sends for `batch` rows of a batch, all of one length."""
-    plan = case.plan(length)
+    plan, split = case.plan(length), case.split
+    one = plan.rank(rank) if split is None else split.plan_of(plan, rank)
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
-    traffic = costs.traffic(plan.rank(rank), size)
-    sent = traffic.backward_sent
-    if "lse" in case.loss_of:  # eight more columns, the first of which has the gradient of lse
-        wide = replace(size, head_dim=size.head_dim + 8)
-        sent = costs.traffic(plan.rank(rank), wide).backward_sent
+    # The gradient of lse is in the first of eight more columns.
+    wide = replace(size, head_dim=size.head_dim + 8) if "lse" in case.loss_of else size
+    forward, backward = (
+        costs.traffic(one, size).forward_sent,
+        costs.traffic(one, wide).backward_sent,
+    )
     if case.branch_gradients == "detached" and case.pattern.mixes_branches:
         # Backward computes each branch by itself: forward again, and back.
-        branches = [costs.traffic(one.rank(rank), size) for one in plan.single_branches]
-        sent = sum(each.forward_sent + each.backward_sent for each in branches)
-    return traffic.forward_sent + sent * bool(case.wanted)
+        branches = [costs.traffic(each, size) for each in one.single_branches]
+        backward = sum(each.forward_sent + each.backward_sent for each in branches)
+    if split is not None:
+        forward += split.traffic(rank, size)[0]
+        backward += split.traffic(rank, wide)[1]
+    return forward + backward * bool(case.wanted)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:

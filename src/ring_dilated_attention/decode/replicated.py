@@ -279,7 +279,7 @@ def _plan(
     scale = head_dim**-0.5 if options.scale is None else options.scale
     selection = select_backend(*kind, head_dim)
     return _Call(
-        tuple(plan_rows(options, shape, num_kv_heads, ends.world_size)),
+        tuple(plan_rows(options, shape, ends.world_size)),
         positions,
         TileCall(selection, scale, batch, num_heads // num_kv_heads, options.workspace),
         kernel_computes(*kind, len(positions), head_dim),

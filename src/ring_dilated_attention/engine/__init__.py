@@ -16,11 +16,14 @@ from .blocks import readable, readable_in_backward
 from .compute import BACKWARD_WORKSPACE, TileCall, merge_zero_keys
 from .device_tables import TABLES
 from .executor import RingCall, ring_backward, ring_forward
+from .heads import HeadExchange, Peers, rows_of_heads
 
 __all__ = [
     "BACKWARD_WORKSPACE",
     "TABLES",
     "Accumulator",
+    "HeadExchange",
+    "Peers",
     "RingCall",
     "TileCall",
     "autocast_dtype",
@@ -33,4 +36,5 @@ __all__ = [
     "readable_in_backward",
     "ring_backward",
     "ring_forward",
+    "rows_of_heads",
 ]

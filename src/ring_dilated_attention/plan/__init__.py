@@ -14,6 +14,7 @@ from . import costs
 from .attention import AttentionPlan, RankPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .check import check_plan
+from .heads import HeadSplit, head_split
 from .program import Action, lower
 from .rows import Message, OwnRuns, PackedTiles, Rows, Run, Tile, TileGroup
 from .tiling import OwnRange
@@ -23,6 +24,7 @@ __all__ = [
     "AttentionPlan",
     "CachePlan",
     "CachedBranch",
+    "HeadSplit",
     "KeptRows",
     "Message",
     "NewTile",
@@ -36,6 +38,7 @@ __all__ = [
     "TileGroup",
     "check_plan",
     "costs",
+    "head_split",
     "lower",
     "plan_attention",
     "plan_cache",

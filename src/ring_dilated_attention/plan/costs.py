@@ -17,6 +17,7 @@ from .attention import AttentionPlan, RankPlan
 from .program import lower
 from .rows import TensorSize as TensorSize  # which goes with every function here
 from .rows import TileGroup
+from .spec import PlanSpec
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def flops(rank: RankPlan, size: TensorSize) -> int:
     return 4 * size.batch * size.head_dim * rank.pairs
 
 
-def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
+def flops_by_rank(plan: PlanSpec, size: TensorSize) -> list[int]:
     """`flops` of every rank, counted without planning them: quick for thousands of ranks.
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
@@ -132,7 +133,7 @@ def balance(flops: Sequence[int]) -> Balance:
     )
 
 
-def _pairs_before(plan: AttentionPlan, position: int) -> int:
+def _pairs_before(plan: PlanSpec, position: int) -> int:
     """(query, key) pairs of the queries before `position`, over all KV heads."""
     pairs = 0
     for start, stop in pairwise(plan.documents):

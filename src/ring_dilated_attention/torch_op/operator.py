@@ -18,12 +18,19 @@ from typing import Any
 
 import torch
 
-from ..engine import RingCall, ring_backward, ring_forward
+from ..engine import (
+    HeadExchange,
+    Peers,
+    RingCall,
+    ring_backward,
+    ring_forward,
+    rows_of_heads,
+)
 from ..exchange import Exchange, exchange_named, own_exchange, refuse_capture, settle, together
 from ..parallel import is_dtensor
 from ..pattern import in_brief, shape_in_brief
 from ..plan import costs
-from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve
+from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve, split_of
 from ..tiles import accumulate_dtype
 from .agreed import KNOWN_LENGTHS, refuse_in_graphs
 from .derivatives import below_autograd, define, implement, once_differentiable
@@ -105,20 +112,22 @@ _OPTIONS = (
     "bool zero_keys, bool is_causal, float? scale, "
     "SymInt[] layout, str group, str exchange, str backend, "
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
-    "bool detached, int[] head_slice"
+    "bool detached, int[] head_slice, int num_kv_heads"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 FORWARD = define(
     _library,
     "forward(Tensor query, Tensor key, Tensor value, Tensor? measured, Tensor? borders, "
-    f"{_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity)",
+    f"{_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity, Tensor[] of_heads)",
 )
-"""(query, key, value, measured, borders, *options) -> (out, lse, identity): out as query, lse
-(batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number of the
-call among those of its group, (0,) without a group. measured and borders are None, or integers
-(1-D, on the CPU) that are not known while a graph is traced: in place of the options lengths and
-documents. The other arguments are those that `dilated_attention` has validated."""
+"""(query, key, value, measured, borders, *options) -> (out, lse, identity, of_heads): out as query,
+lse (batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number of the
+call among those of its group, (0,) without a group; of_heads is empty, or what backward needs of an
+all-to-all by heads: all rows of this rank's heads of query, key and value, (rows, batch, heads,
+head_dim), and their out and lse. measured and borders are None, or integers (1-D, on the CPU) that
+are not known while a graph is traced: in place of the options lengths and documents. The
+other arguments are those that `dilated_attention` has validated."""
 BACKWARD = define(
     _library,
     "backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, "
@@ -126,7 +135,8 @@ BACKWARD = define(
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
 )
 """(dout, dlse, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery,
-dkey, dvalue), contiguous, each as its input. dlse is like lse, or None: nothing depends on it."""
+dkey, dvalue), contiguous, each as its input. dlse is like lse, or None: nothing depends on it.
+After an all-to-all by heads, query, key, value, out and lse are those of this rank's heads."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -174,8 +184,15 @@ class RingDilatedAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
         query, key, value, measured, borders, *options = inputs
-        out, lse, identity = output
-        ctx.save_for_backward(query, key, value, out, lse, identity, measured, borders)
+        out, lse, identity, of_heads = output
+        if of_heads:
+            rows, own_out, own_lse = of_heads
+            query, key, value = rows_of_heads(rows, own_out.shape[2])
+            saved = query, key, value, own_out, own_lse
+        else:
+            saved = query, key, value, out, lse
+        ctx.save_for_backward(*saved, identity, measured, borders)
+        ctx.like = out.shape
         ctx.options = FlatOptions(*options)
         ctx.ends = own_exchange(ctx.options.group)  # kept for backward, which goes by its name
         # Weights of branches that are constants are made of an lse that is one.
@@ -188,7 +205,7 @@ class RingDilatedAttention(torch.autograd.Function):
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *rest: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         options, saved = ctx.options, ctx.saved_tensors
-        dout = torch.zeros_like(saved[3]) if dout is None else dout
+        dout = saved[3].new_zeros(ctx.like) if dout is None else dout
 
         def gradient(*x: Any) -> Any:
             return BACKWARD(*x, *options)
@@ -202,17 +219,29 @@ class RingDilatedAttention(torch.autograd.Function):
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     named = _options(*options)
     ends = exchange_named(named.group)
     refuse_capture("dilated_attention", ends, query.device)
     with ends.calls.enter("dilated_attention", "forward") as scope:
         with together(scope, ends, query.device, later=True) as agreed:
-            resolved = resolve(named, query, key, ends)
+            resolved = resolve(named, query, ends)
             agreed.shared = resolved.shared
         identity = _identity(named.group, query, scope.call.number)
-        out, lse = _by_rows(ring_forward, (query, key, value), named, ends, resolved)
-        return out, lse, identity
+        tensors, of_heads = [query, key, value], []
+        if resolved.heads is None:
+            out, lse = _by_rows(ring_forward, tensors, named, ends, resolved)
+        else:
+            swap = HeadExchange(resolved.heads, ends)
+            rows = swap.to_heads(*tensors)
+            own = rows_of_heads(rows, swap.query_heads)
+            own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
+            (out,) = swap.to_rows(own_out)
+            (lse,) = swap.to_rows(own_lse.transpose(1, 2).unsqueeze(-1))
+            lse = lse.squeeze(-1).transpose(1, 2).contiguous()
+            if named.needs_gradients:
+                of_heads = [rows, own_out, own_lse]
+        return out, lse, identity, of_heads
 
 
 def _by_rows(
@@ -224,9 +253,12 @@ def _by_rows(
 ) -> Sequence[torch.Tensor]:
     """Compute the rows of a batch: those that are equally long together, the others in turn."""
     whole: list[torch.Tensor] = []
+    among: Any = ends
+    if resolved.heads is not None:
+        among = Peers(ends, resolved.heads.peers(ends.rank))
     for rows, plan, gathers in resolved.planned:
         call = RingCall(
-            plan, ends, resolved.backend, resolved.scale, gathers,
+            plan, among, resolved.backend, resolved.scale, gathers,
             options.workspace, options.detached,
         )  # fmt: skip
         if len(resolved.planned) == 1:
@@ -294,8 +326,13 @@ def _backward(
         if dlse is not None:
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
             tensors[:5] = _with_dlse(dout, dlse, query, key, value, out)
-        resolved = resolve(named, tensors[1], tensors[2], ends)
+        resolved = resolve(named, tensors[0], ends)
+        if resolved.heads is not None:
+            swap = HeadExchange(resolved.heads, ends)
+            (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
         found = _by_rows(ring_backward, tensors, named, ends, resolved)
+        if resolved.heads is not None:
+            found = swap.to_rows(*found)
         if dlse is not None:
             found = [x[..., :head_dim].contiguous() for x in found]
         dquery, dkey, dvalue = found
@@ -317,13 +354,27 @@ def _options(
 
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, length, num_heads, _ = query.shape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    batch, length, num_heads, head_dim = query.shape
     named = FlatOptions(*options[2:])
+    ends = exchange_named(named.group)
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
-        check_integers(named, query.shape, exchange_named(named.group))
-    lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _identity(named.group, query)
+        check_integers(named, query.shape, ends)
+    of_heads, wide = [], accumulate_dtype(query.dtype)
+    # Of the heads alone: positions may be symbols.
+    of_shape = batch, 1, num_heads, head_dim
+    split = split_of(named._replace(layout=()), of_shape, ends.world_size)
+    if split is not None and named.needs_gradients:
+        rows = named.rows_of(split.members(ends.rank), length)
+        units = len(split.units_of(ends.rank))
+        heads = units * num_heads // split.units
+        of_heads = [
+            query.new_empty(rows, batch, heads + 2 * units, head_dim),
+            query.new_empty(batch, rows, heads, head_dim),
+            query.new_empty(batch, heads, rows, dtype=wide),
+        ]
+    lse = query.new_empty((batch, num_heads, length), dtype=wide)
+    return query.new_empty(query.shape), lse, _identity(named.group, query), of_heads
 
 
 def _fake_backward(
@@ -334,7 +385,9 @@ def _fake_backward(
     value: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    batch, length, _, head_dim = dout.shape
+    of_keys = batch, length, rest[-1], head_dim  # the last option is the number of KV heads
+    return query.new_empty(dout.shape), key.new_empty(of_keys), value.new_empty(of_keys)
 
 
 implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
@@ -363,10 +416,12 @@ def _forward_flops(
     shape = tuple(map(int, query))
     ends = exchange_named(flat.group)
     flops = 0
-    for rows, plan in plan_rows(flat, shape, int(key[2]), ends.world_size):
+    split = split_of(flat, shape, ends.world_size)
+    for rows, plan in plan_rows(flat, shape, ends.world_size):
+        one = plan.rank(ends.rank) if split is None else split.plan_of(plan, ends.rank)
         batch = len(range(shape[0])[rows])
         size = costs.TensorSize(batch=batch, head_dim=shape[3], element_size=1)
-        flops += costs.flops_by_rank(plan, size)[ends.rank]
+        flops += costs.flops_by_rank(one.plan, size)[one.index]
     return flops
 
 
@@ -383,7 +438,7 @@ def _backward_flops(
     **_: Any,
 ) -> int:
     """Operations of `BACKWARD`: scores again, and a product each for dq, dk, dv and d scores."""
-    return _forward_flops(query, key, value, *options) // 2 * 5
+    return _forward_flops(dout, key, value, *options) // 2 * 5
 
 
 def _register_flops(counter: ModuleType) -> None:

@@ -1,0 +1,206 @@
+"""All-to-all by heads: rows of all heads become all rows of a few heads, and back.
+
+Messages are rows first, (rows, batch, heads, head_dim): they are received where they belong, and
+kernels read views of what was received. Only what is sent is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..exchange import Exchange, Pending
+from ..plan import HeadSplit
+from .accumulate import add
+
+Sent: TypeAlias = tuple[int, torch.Tensor]
+
+
+class Peers(NamedTuple):
+    """The ranks that have the same heads as this one, for the engine to send rows to.
+
+    Attributes:
+        ends: this rank's end of the whole group.
+        ranks: of the whole group.
+    """
+
+    ends: Exchange
+    ranks: range
+
+    def start(self, send: Sent | None, receive: Sent | None) -> Pending:
+        """See `Exchange.start`; ranks are counted among these."""
+        messages = (None if x is None else (self.ranks[x[0]], x[1]) for x in (send, receive))
+        return self.ends.start(*messages)
+
+
+class HeadExchange(NamedTuple):
+    """A rank's end of an all-to-all by heads.
+
+    Attributes:
+        split: who computes which heads.
+        ends: this rank's end of the group.
+    """
+
+    split: HeadSplit
+    ends: Exchange
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads that this rank computes."""
+        split = self.split
+        return len(split.units_of(self.ends.rank)) * split.num_heads // split.units
+
+    def to_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """All rows of the group, of the heads that this rank computes.
+
+        Args:
+            tensors: (batch, local_sequence, heads, head_dim) of one dtype; the number of heads is
+                the same on all ranks: of a query, or of a key.
+
+        Returns:
+            (rows of the group, batch, heads, head_dim), in the order of positions: of each tensor
+            the heads of this rank, one behind the other. `rows_of_heads` cuts it.
+        """
+        split, rank = self.split, self.ends.rank
+        whole = [self._by_unit(x) for x in tensors]
+        batch, length, _, head_dim = whole[0].shape
+        counts = [x.shape[2] // split.units for x in whole]  # heads of a unit
+        group = split.group_length(rank)
+        into: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        messages: dict[int, torch.Tensor] = {}
+        for member in split.members(rank):
+            rows, units = (group if member == rank else length), split.units_of(member)
+            shape = rows, batch, len(units) * sum(counts), head_dim
+            messages[member] = whole[0].new_empty(shape)
+            stretches = split.stretches(rank) if member == rank else ((0, 0, length),)
+            for local, place, size in stretches:
+                views = _split(messages[member][place : place + size], len(units), counts)
+                for x, count, view in zip(whole, counts, views, strict=True):
+                    into.append(view.permute(1, 2, 0, 3))
+                    heads = slice(units.start * count, units.stop * count)
+                    parts.append(x[:, local : local + size, heads].transpose(1, 2))
+        _copy(into, parts)
+        found = messages.pop(rank)
+        self._swap(
+            {member: [x[a : a + size] for a, _, size in split.stretches(rank)]
+             for member, x in messages.items()},
+            {member: [found[a : a + size] for _, a, size in split.stretches(member)]
+             for member in messages},
+        )  # fmt: skip
+        return found
+
+    def to_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of `to_heads`: rows of this rank, of all heads; repeated heads are added up.
+
+        Args:
+            tensors: (batch, rows of the group, heads of this rank, head_dim) of one dtype: the
+                first like query, others like key.
+
+        Returns:
+            For each, (batch, local_sequence, heads, head_dim), contiguous.
+        """
+        split, rank = self.split, self.ends.rank
+        own = split.units_of(rank)
+        counts = [x.shape[2] // len(own) for x in tensors]
+        batch, group, _, head_dim = tensors[0].shape
+        length = split.layout.local_length(rank)
+        joined = tensors[0].transpose(0, 1)
+        if len(tensors) > 1 or not joined.is_contiguous():
+            joined = joined.new_empty(group, batch, len(own) * sum(counts), head_dim)
+            views = _split(joined, len(own), counts)
+            into = [view.permute(1, 2, 0, 3) for view in views]
+            _copy(into, [x.transpose(1, 2) for x in tensors])
+        others = [member for member in split.members(rank) if member != rank]
+        messages = {
+            member: joined.new_empty(
+                length, batch, len(split.units_of(member)) * sum(counts), head_dim
+            )
+            for member in others
+        }
+        self._swap(
+            {member: [joined[a : a + size] for _, a, size in split.stretches(member)]
+             for member in others},
+            {member: [x[a : a + size] for a, _, size in split.stretches(rank)]
+             for member, x in messages.items()},
+        )  # fmt: skip
+        found = [x.new_empty(batch, length, split.units * count, head_dim)
+                 for x, count in zip(tensors, counts, strict=True)]  # fmt: skip
+        into, parts = [], []
+        for member in split.members(rank):
+            units = split.units_of(member)
+            stretches = split.stretches(rank) if member == rank else ((0, 0, length),)
+            for local, place, size in stretches:
+                message = joined if member == rank else messages[member]
+                views = _split(message[place : place + size], len(units), counts)
+                for x, count, view in zip(found, counts, views, strict=True):
+                    at = slice(units.start * count, units.stop * count)
+                    into.append(x[:, local : local + size, at].transpose(1, 2))
+                    parts.append(view.permute(1, 2, 0, 3))
+        _copy(into, parts)
+        query, *keys = found
+        if split.repeats > 1:
+            keys = [
+                x.view(batch, length, split.num_kv_heads, split.repeats, head_dim).sum(3)
+                for x in keys
+            ]
+        return [query, *keys]
+
+    def _by_unit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A KV head for each of its units; a query as it is."""
+        if tensor.shape[2] >= self.split.units:
+            return tensor
+        return tensor.repeat_interleave(self.split.repeats, 2)
+
+    def _swap(
+        self, send: dict[int, list[torch.Tensor]], receive: dict[int, list[torch.Tensor]]
+    ) -> None:
+        """Send tensors to members of the group, and receive others of them, in order."""
+        split, rank = self.split, self.ends.rank
+        members, pending = split.members(rank), []
+        place = rank - members.start
+        for step in range(1, split.ranks):
+            to, source = (members[(place + x) % split.ranks] for x in (step, -step))
+            pairs = zip_longest(filter(_has_rows, send[to]), filter(_has_rows, receive[source]))
+            for one, other in pairs:
+                pending.append(
+                    self.ends.start(
+                        None if one is None else (to, one),
+                        None if other is None else (source, other),
+                    )
+                )
+        for one in pending:
+            one.wait()
+
+
+def rows_of_heads(rows: torch.Tensor, query_heads: int | None = None) -> list[torch.Tensor]:
+    """Views (batch, rows, heads, head_dim) of what `HeadExchange.to_heads` returns.
+
+    Args:
+        rows: (rows, batch, heads, head_dim).
+        query_heads: how many are of the query, and the others of key and value; None: all.
+    """
+    rows = rows.transpose(0, 1)
+    if query_heads is None:
+        return [rows]
+    keys = (rows.shape[2] - query_heads) // 2
+    return list(torch.split(rows, [query_heads, keys, keys], 2))
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0
+
+
+def _copy(into: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    """Copy views (batch, heads, rows, head_dim)."""
+    pairs = [pair for pair in zip(into, parts, strict=True) if pair[0].numel()]
+    if pairs:
+        add(*zip(*pairs, strict=True), store=True)
+
+
+def _split(rows: torch.Tensor, units: int, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Rows (rows, batch, heads, head_dim) by tensor, of which `units` units have `counts` heads."""
+    return torch.split(rows, [units * count for count in counts], 2)

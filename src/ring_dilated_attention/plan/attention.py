@@ -92,7 +92,7 @@ class RankPlan:
         # Where the keys of others lie that queries of this rank see, and queries that see its keys.
         self._seen, self._shown = plan.crossing_spans(self._parts)
         # Rows that belong to no document are in no tile.
-        held = sum(part.stop - part.start for part in self._parts)
+        held = sum([part.stop - part.start for part in self._parts])
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
 
     @property
@@ -156,7 +156,7 @@ class RankPlan:
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:
         """Number and segment length of each branch; length None: no document is longer."""
-        longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
+        longest = max([part.document_stop - part.document_start for part in self._parts], default=0)
         return [
             (branch, None if length is None or length >= longest else length)
             for branch, length in self.plan.branches

@@ -7,7 +7,7 @@ few groups. `own_ranges` are the rows that a rank computes row by row, in place 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -127,9 +127,12 @@ class Tiling:
         """
         rate = self.pattern.dilation_rates[branch]
         tiles: list[Tile] = []
-        alike: dict[tuple[int, int], list[OwnRun]] = {}
+        # By phase and size of the smallest run with the same tiles, but for their lengths: with a
+        # whole rate less, all offsets have a row less. No function call for each of many documents.
+        alike: dict[tuple[int, int], list[OwnRun]] = defaultdict(list)
         for run in runs:
-            alike.setdefault(_kind(run, rate), []).append(run)
+            size, phase, _, _ = run
+            alike[phase % rate, size if size < rate else rate + size % rate].append(run)
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
         for kind, own in alike.items():
             single = [run for run in own if run.copies == 1]
@@ -236,12 +239,6 @@ def _twins(tiling: Tiling, branch: int, phase: int, count: int) -> tuple[Tile, .
     """The tiles of `count` local rows, `phase` positions behind the start of their segment."""
     part = Part(phase, phase + count, 0, 0, 0, phase + count)
     return tuple(tiling.tiles(Link(branch, part, part, 0, phase + count)))
-
-
-def _kind(run: OwnRun, rate: int) -> tuple[int, int]:
-    """Phase and size of the smallest run with the same tiles, but for their lengths."""
-    # With a whole rate less, all offsets have a row less.
-    return run.phase % rate, run.size if run.size < rate else rate + run.size % rate
 
 
 def _fewest_runs(*orders: Sequence[_HeadRows]) -> list[list[_HeadRows]]:

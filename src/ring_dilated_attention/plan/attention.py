@@ -25,9 +25,9 @@ from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
 from . import cache
-from .rows import Link, Message, OwnRun, OwnRuns, Tile, TileGroup, join_runs, own_runs
+from .rows import Link, Message, OwnRun, OwnRuns, Tile, TileGroup, join_links, join_runs, own_runs
 from .spec import FEW_ADDITIONS, PlanSpec
-from .tiling import FlaggedRows, OwnWork, group_tiles, own_ranges, zero_key_groups
+from .tiling import FlaggedRows, OwnWork, own_ranges, zero_key_groups
 
 _T = TypeVar("_T")
 
@@ -138,7 +138,8 @@ class RankPlan:
             groups.extend([own] if own else [])
         # The same objects for both directions, which kernels' tables are kept by.
         crossing = self._once(
-            tuple(apart), lambda: group_tiles((link, list(tiling.tiles(link))) for link in apart)
+            tuple(apart),
+            lambda: tiling.groups(join_links(apart, tiling.pattern.dilation_rates), None),
         )
         ranges = tuple(own_ranges(self._parts, chosen))
         zero_keys = zero_key_groups(tiling, self._parts, chosen)
@@ -248,20 +249,22 @@ class RankPlan:
         tiling, links = self.plan.tiling, self._links(sender, receives=True)
 
         def make() -> tuple[Message | None, tuple[TileGroup, ...], int]:
-            message, slots = tiling.message(sender, self.index, links)
-            groups = group_tiles(
-                (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
-                for link in links
-            )
+            joined = join_links(links, tiling.pattern.dilation_rates)
+            message, slots = tiling.message(sender, self.index, joined)
+            groups = tiling.groups(joined, slots)
             return message, groups, _storing(message, groups)
 
         return self._once(("from", *self._places(links)), make)
 
     def _departure(self, receiver: int) -> Message | None:
         """A message like that to `receiver`."""
-        links = self._links(receiver, receives=False)
-        make = partial(self.plan.tiling.message, self.index, receiver, links)
-        return self._once(("to", *self._places(links)), make)[0]
+        tiling, links = self.plan.tiling, self._links(receiver, receives=False)
+
+        def make() -> Message | None:
+            joined = join_links(links, tiling.pattern.dilation_rates)
+            return tiling.message(self.index, receiver, joined)[0]
+
+        return self._once(("to", *self._places(links)), make)
 
     def _links(self, other: int, *, receives: bool) -> list[Link]:
         """Links of keys of `other` to this rank's queries, or if it sends of own keys to others'.
@@ -283,7 +286,7 @@ class RankPlan:
         starts = sorted({link.keys.start for link in links})  # messages go by positions
         found: list[Hashable] = []
         for branch, keys, queries, start, stop in links:
-            found += branch, starts.index(keys.start), queries.local
+            found += branch, start, starts.index(keys.start), queries.local
             for part in (keys, queries):
                 low = max(part.start, start)
                 size, phase = min(part.stop, stop) - low, (start - low) % rates[branch]

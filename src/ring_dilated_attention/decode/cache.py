@@ -11,7 +11,6 @@ import torch
 from ..documents import Integers, as_ints, even_slices, in_words
 from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
-from ..kernels import NO_END
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
 from ..plan import CachedBranch, CachePlan, KeptRows, plan_cache
@@ -561,8 +560,8 @@ def _table(plan: CachePlan) -> torch.Tensor:
         for place, (head, offset) in enumerate(branch.heads):
             offsets[head] = offset
             bases[head] = branch.first_row + place * branch.slots
-        length = NO_END if branch.segment_length is None else branch.segment_length
-        rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
+        own = branch.segment_length, branch.dilation_rate, branch.slots
+        rows.append([*own, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ _KEPT = 16
 
 
 class Prepared:
-    """Schedules and programs, shared by all calls of one plan, shape and back end.
+    """Schedules, shared by all calls of one plan, shape and back end.
 
     Attributes:
         rounds: what is done one after the other: all heads, or some at a time.
@@ -78,7 +78,6 @@ class Prepared:
     def __init__(
         self, one: RankPlan, gathers: bool, options: tuple[Any, ...], batch: int, head_dim: int
     ) -> None:
-        self._one, self._gathers = one, gathers
         self.rounds = one.rounds(gathers=gathers)
         self.covers = all(each.covers for each in self.rounds)
         self.additions = max(each.mean_additions for each in self.rounds)
@@ -91,16 +90,6 @@ class Prepared:
         self.tile_call = TileCall(backend, scale, batch, heads_per_kv, workspace, flops)
         self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in self.rounds}
 
-    @cached_property
-    def forward(self) -> tuple[Action, ...]:
-        """The program of forward."""
-        return lower(self._one, gathers=self._gathers, backward=False)
-
-    @cached_property
-    def backward(self) -> tuple[Action, ...]:
-        """The program of backward."""
-        return lower(self._one, gathers=self._gathers, backward=True)
-
 
 def ring_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
@@ -110,7 +99,7 @@ def ring_forward(
     Of query (B, n, H, D), key and value (B, n, K, D).
     """
     run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
-    run.all(run.prepared.forward)
+    run.all(backward=False)
     return run.out.to(query.dtype), run.lse
 
 
@@ -132,7 +121,7 @@ def ring_backward(
     dtypes = query.dtype, key.dtype, value.dtype
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     run = Backward(call, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
-    run.all(run.prepared.backward)
+    run.all(backward=True)
     dquery, dkey, dvalue = (x.to(dtype) for x, dtype in zip(run.totals[:3], dtypes, strict=True))
     return dquery, dkey, dvalue
 
@@ -151,8 +140,8 @@ def _branch_by_branch(
     again: to keep it would take as many tensors as there are branches.
     """
     total: tuple[torch.Tensor, ...] = ()
-    for plan in call.plan.single_branches:
-        branch = replace(call, plan=plan, detached=False)
+    for plan in call.plan.plan.single_branches:
+        branch = replace(call, plan=plan.rank(call.plan.index), detached=False)
         out, _ = ring_forward(query, key, value, branch)
         found = ring_backward(dout, query, key, value, out, lse, branch)
         total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found
@@ -187,9 +176,10 @@ class Run:
         self._packed: torch.Tensor | None = None  # which the next message sends, too
         self._arrived: torch.Tensor | None = None  # (2, B, R, D)
 
-    def all(self, program: Sequence[Action]) -> None:
-        """Run a program."""
+    def all(self, *, backward: bool) -> None:
+        """Run the program of a direction."""
         TABLES.calls += 1
+        program = lower(self.call.plan, gathers=self.call.gathers, backward=backward)
         with kernels_on(self.inputs.query.device), self.sums:
             for action in program:
                 getattr(self, f"do_{action.kind}")(action)

@@ -6,13 +6,14 @@ result once a branch. Where all tiles of a branch are small, its rows join one l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
 
+from .. import kernels
 from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
 from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
 from .compute import Gradients, Inputs, Merged, Result, TileCall
@@ -27,6 +28,9 @@ MOST_SHARE = 0.25
 of their own."""
 
 
+_config = lru_cache(maxsize=256)(default_config)
+
+
 class OwnLaunch:
     """Ranges of rows that are computed in one launch; keeps no reference to its plan.
 
@@ -35,33 +39,26 @@ class OwnLaunch:
 
     def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
         plan = one.plan
-        self.ranges, self._stores = ranges, stores
-        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
-        self._branches = _branches(plan.pattern.branches)
-        self._offsets = plan.tiling.offsets
+        self.ranges, self.is_causal = ranges, plan.is_causal
+        self.zero_keys = plan.pattern.zero_keys
         self._rows = max([each.high - each.low for each in ranges])
-        self._configs: dict[Hashable, LaunchConfig] = {}
+        self._build = partial(
+            own_programs.build_programs,
+            ranges,
+            _branches(plan.pattern.branches),
+            plan.tiling.offsets,
+            is_causal=plan.is_causal,
+            stores=stores,
+        )
 
     def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
         """How a kernel is launched."""
-        given, device, rows = (kernel, query.shape[3], query.dtype), query.device, self._rows
-        key = (*given, device)
-        if key not in self._configs:
-            self._configs[key] = default_config(*given, queries=rows, keys=rows, device=device)
-        return self._configs[key]
+        given, rows = (kernel, query.shape[3], query.dtype), self._rows
+        return _config(*given, queries=rows, keys=rows, device=query.device)
 
     def programs(self, block: int, device: torch.device) -> own_programs.Programs:
         """The tables on the device, for blocks of `block` rows."""
-        build = partial(
-            own_programs.build_programs,
-            self.ranges,
-            self._branches,
-            self._offsets,
-            block=block,
-            is_causal=self.is_causal,
-            stores=self._stores,
-            device=device,
-        )
+        build = partial(self._build, block=block, device=device)
         return TABLES.get(self, (block, device), device, build)
 
 
@@ -148,10 +145,8 @@ def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int
 
 def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
     """Compute a launch and merge it into a result, or write it where nothing else comes before."""
-    from ..kernels import ranges_forward
-
     config = launch.config("own_forward", inputs.query)
-    ranges_forward(
+    kernels.ranges_forward(
         *inputs,
         result.out,
         result.lse,
@@ -176,11 +171,9 @@ def backward_own(
 
     `detached` takes the weights of branches for constants.
     """
-    from ..kernels import ranges_backward
-
     device = inputs.query.device
     dq, dkdv = launch.config("own_dq", inputs.query), launch.config("own_dkdv", inputs.query)
-    ranges_backward(
+    kernels.ranges_backward(
         merged.dout,
         *inputs,
         merged.out,

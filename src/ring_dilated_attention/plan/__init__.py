@@ -6,11 +6,11 @@ program of a rank: the actions that the engine runs. `check_plan` proves a plan 
 `plan_cache` lays out a KV cache, and `costs` counts bytes, operations and seconds.
 
 From the bottom up: `rows` (tiles and messages, parts of documents, the segments they share),
-`tiling`, `spec` (what a plan is made from), `cache` (decoding), `attention`, `program` (what a rank
-does, action by action), `check` and `costs`.
+`tiling`, `attention`, `cache` (decoding), `program` (what a rank does, action by action), `check`
+and `costs`.
 """
 
-from . import costs
+from . import cache, costs
 from .attention import AttentionPlan, RankPlan, plan_attention
 from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
 from .check import check_plan
@@ -34,6 +34,7 @@ __all__ = [
     "Run",
     "Tile",
     "TileGroup",
+    "cache",
     "check_plan",
     "costs",
     "lower",

@@ -51,8 +51,8 @@ def check_plan(plan: AttentionPlan) -> None:
         if world.computed != expected:
             missing, extra = expected - world.computed, world.computed - expected
             raise PlanError(
-                f"(branch, head, query, key): {missing.total()} missing {list(missing)[:3]}, "
-                f"{extra.total()} too many {list(extra)[:3]}"
+                f"(branch, head, query, key; zero keys are None): {missing.total()} missing "
+                f"{list(missing)[:3]}, {extra.total()} too many {list(extra)[:3]}"
             )
 
 

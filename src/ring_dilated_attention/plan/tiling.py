@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from operator import xor
 from typing import NamedTuple
 
@@ -365,11 +365,7 @@ def zero_key_groups(
         return ()
     groups = (
         tuple(
-            tile
-            for part in parts
-            for tile in _zero_key_tiles(
-                tiling, branch, part, None if chosen is None else chosen.get(branch)
-            )
+            _zero_key_tiles(tiling, branch, parts, None if chosen is None else chosen.get(branch))
         )
         for branch in range(len(tiling.heads))
     )
@@ -377,25 +373,23 @@ def zero_key_groups(
 
 
 def _zero_key_tiles(
-    tiling: Tiling, branch: int, part: Part, left_out: FlaggedRows | None
+    tiling: Tiling, branch: int, parts: Sequence[Part], left_out: FlaggedRows | None
 ) -> Iterator[Tile]:
     length, rate = tiling.pattern.branches[branch]
-    w = part.segment_length(length)
-    full = -(-w // rate)
-    for start, stop, count in own_segments(part, length):
-        size, first_row = stop - start, part.local_row(max(start, part.start))
-        if full * rate == size or (left_out is not None and left_out.has(first_row)):
-            continue  # as all full segments of a length that the rate divides
-        missing = {head: full - len(range(o, size, rate)) for head, o in tiling.heads[branch]}
-        for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
-            # Heads of a tile have as many rows in the part, but not always in the segment.
-            first, rows = 0, tile.queries
-            for zeros, alike in groupby([missing[head] for head in tile.heads]):
-                heads = len(list(alike))
-                if zeros:
-                    yield tile._replace(
-                        heads=tile.heads[first : first + heads],
-                        queries=rows._replace(start=rows.start + first * rows.head_stride),
-                        keys=Rows(0, zeros, 0, 0),
-                    )
-                first += heads
+    by_offset: dict[int, list[int]] = defaultdict(list)  # evenly spaced heads
+    for head, offset in tiling.heads[branch]:
+        by_offset[offset].append(head)
+    for part in parts:
+        full = -(-part.segment_length(length) // rate)
+        for start, stop, count in own_segments(part, length):
+            size, first_row = stop - start, part.local_row(max(start, part.start))
+            if full * rate == size or (left_out is not None and left_out.has(first_row)):
+                continue  # as all full segments of a length that the rate divides
+            for offset, heads in by_offset.items():
+                missing = full - len(range(offset, size, rate))
+                rows = dilated_rows(start, stop, offset, rate, part.start, part.stop)
+                if missing and rows:
+                    step = heads[1] - heads[0] if len(heads) > 1 else 1
+                    queries = Rows(part.local_row(rows[0]), len(rows), rate, 0, size)
+                    of_heads = range(heads[0], heads[-1] + 1, step)
+                    yield Tile(branch, of_heads, count, False, queries, Rows(0, missing, 0, 0))

@@ -78,7 +78,6 @@ def test_simulate_counts_what_is_counted_by_hand(exchange):
     assert [x.flops for x in found.ranks] == [2 * 6 * 16, 0, 2 * 15 * 16]
     assert found.balance.largest_rank == 2
     assert found.balance.imbalance == pytest.approx(15 / 7)
-    assert found.balance.speed_up_bound == pytest.approx(7 / 5)
     assert last.of_mean == found.balance.imbalance
 
 

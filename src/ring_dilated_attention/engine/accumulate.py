@@ -154,7 +154,8 @@ class Streams:
             add_all()
         finally:
             torch.cuda.set_stream(main)
-        return side.record_event()
+        done: torch.cuda.Event = side.record_event()
+        return done
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Make what the computing stream queues from now on wait for what `run` has queued."""
@@ -198,16 +199,13 @@ class Accumulator:
 
     Args:
         device: where the tensors are; the current stream there is the compute's.
-        stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
         most_held: the largest number of calls whose results are held at the same time.
     """
 
-    def __init__(
-        self, device: torch.device, stopwatch: Callable[[], Callable[[], None]] | None = None
-    ) -> None:
-        self._streams, self._stopwatch = streams_of(device), stopwatch
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
         self.most_held = 1 if self._streams is None else 2
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
@@ -269,13 +267,8 @@ class Accumulator:
         while self._started:
             self._started.popleft()()
         started = sum(behind.kind == "started" for behind in self._behind)
-        if not started:
-            return
-        stop = None if self._stopwatch is None else self._stopwatch()
         while started:
             started -= self._wait().kind == "started"
-        if stop is not None:
-            stop()
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""

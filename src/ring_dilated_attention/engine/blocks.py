@@ -196,10 +196,9 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
     for alike in by_shape.values():
         run, axis = [alike[0]], _SINGLE
         for tile in alike[1:]:
-            heads = tile.heads.start - run[-1].heads.start
-            rows = tile.queries.start - run[-1].queries.start
-            keys = tile.keys.start - run[-1].keys.start
-            step = 0, rows, heads, 0, keys, heads
+            head = tile.heads.start - run[-1].heads.start
+            row = tile.queries.start - run[-1].queries.start
+            step: Place = (0, row, head, 0, tile.keys.start - run[-1].keys.start, head)
             # A view cannot step backwards.
             if min(step) >= 0 and (len(run) == 1 or axis.step == step):
                 run.append(tile)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from .. import kernels
 from ..kernels import keep_few, profile_of
 from ..plan import PackedTiles, Tile, TileGroup
-from ..tiles import Limits, Selection, TileBackend, TileGradients, TileInputs
+from ..tiles import Limits, Selection, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
 from .blocks import Block, Placement, families
 from .device_tables import TABLES
@@ -149,20 +149,12 @@ class TileCall:
         least = profile_of(query.device).rows(SLICE_ROWS)
         return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
 
-    @property
-    def backend(self) -> TileBackend:
-        """The back end of blocks, which there are none of where it is None."""
-        assert self.selection.backend is not None
-        return self.selection.backend
-
 
 class KernelCall(NamedTuple):
     """A block, or a slice of one, as views of the tensors of a call.
 
     Attributes:
-        inputs: where its query, keys and values are.
-        merged: where its dout, out and lse are; nothing in forward.
-        totals: where its results belong: see `_Tensors`.
+        inputs, merged, totals: where its rows are in these of `_Tensors`.
         is_causal: as its block.
         is_long: whether it takes long enough for its results to be added behind the next one.
         added: how many of the results are added there, the first ones; all, none, or of gradients
@@ -186,22 +178,17 @@ class KernelCall(NamedTuple):
         return TileInputs(query, keys, values, self.is_causal, call.scale, self.memo)
 
 
-class _Tensors(NamedTuple):
-    """Tensors of a call in one direction, all (batch, rows, heads, ...).
+_Tensors: TypeAlias = tuple[
+    Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], tuple[bool, bool], int
+]
+"""Tensors of a call in one direction, all (batch, rows, heads, ...).
 
-    Attributes:
-        inputs: query, keys and values.
-        merged: dout, out and lse; nothing in forward.
-        totals: out and lse, or gradients of query, keys and values.
-        stores: whether results are written over what is there: of queries, and of keys.
-        held: of how many kernel calls results are held at a time; 1: there is no side stream.
-    """
-
-    inputs: Sequence[torch.Tensor]
-    merged: Sequence[torch.Tensor]
-    totals: Sequence[torch.Tensor]
-    stores: tuple[bool, bool]
-    held: int
+- query, keys and values;
+- dout, out and lse; nothing in forward;
+- totals: out and lse, or gradients of query, keys and values;
+- whether results are written over what is there: of queries, and of keys;
+- of how many kernel calls results are held at a time; 1: there is no side stream.
+"""
 
 
 def _views(places: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -220,7 +207,7 @@ def _kernel_calls(work: Schedule, call: TileCall, given: _Tensors) -> Sequence[K
         return make()
     inputs, merged, totals, *options = given
     layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
-    key = *options, call.backend, call.scale, call.workspace, inputs[0].device, *layouts
+    key = *options, call.selection.backend, call.scale, call.workspace, inputs[0].device, *layouts
     kept: Sequence[KernelCall] | None = work.calls.get(key)
     return kept or keep_few(work.calls, key, make, _LAYOUTS_KEPT)
 
@@ -228,7 +215,8 @@ def _kernel_calls(work: Schedule, call: TileCall, given: _Tensors) -> Sequence[K
 def _cut(block: Block, call: TileCall, given: _Tensors) -> Iterator[KernelCall]:
     """Slices of a block. Where nothing is there to add to, a back end may write into its place."""
     inputs, merged, totals, (store, store_keys), held = given
-    backend, query = call.backend, inputs[0]
+    backend, query = call.selection.backend, inputs[0]
+    assert backend is not None
     head_dim = query.shape[3]
     long_flops = profile_of(query.device).flops(LONG_FLOPS)
     result_bytes = head_dim * query.element_size() * held
@@ -303,33 +291,30 @@ def schedule_of(
 
     Blocks of at most `table_flops` operations share a launch.
     """
+
+    def make() -> Schedule:
+        blocks: list[Block] = []
+        table: list[Tile] = []
+        packed: list[PackedTiles] = []
+        single = list(group.single)
+        for many in group.packed:
+            # A block would be a tile of all rows of the batch, of (4, or causal 2) * pairs
+            # operations.
+            flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
+            short, long = many.split(math.sqrt(table_flops / flops))
+            packed.extend([short] if short.starts else [])
+            single.extend(long.tiles())
+        for family in families(single):
+            cut = list(family.blocks(batch, heads_per_kv))
+            if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+                table.extend(family.tiles)
+            else:
+                blocks.extend(cut)
+        return Schedule(tuple(blocks), tuple(table), tuple(packed))
+
     key = batch, heads_per_kv, head_dim, table_flops
     kept = SCHEDULES.setdefault(group, {})
-    return kept.get(key) or keep_few(
-        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
-    )
-
-
-def _make_schedule(
-    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
-) -> Schedule:
-    blocks: list[Block] = []
-    table: list[Tile] = []
-    packed: list[PackedTiles] = []
-    single = list(group.single)
-    for many in group.packed:
-        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
-        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
-        short, long = many.split(math.sqrt(table_flops / flops))
-        packed.extend([short] if short.starts else [])
-        single.extend(long.tiles())
-    for family in families(single):
-        cut = list(family.blocks(batch, heads_per_kv))
-        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
-            table.extend(family.tiles)
-        else:
-            blocks.extend(cut)
-    return Schedule(tuple(blocks), tuple(table), tuple(packed))
+    return kept.get(key) or keep_few(kept, key, make, _SCHEDULES_KEPT)
 
 
 class Launch(NamedTuple):
@@ -379,22 +364,23 @@ def forward(
 
     That is done through `sums`, which is to be joined when all groups are computed.
     """
-    query, (out, lse, store) = inputs.query, result
+    query, (out, lse, store), backend = inputs.query, result, call.selection.backend
     work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.forward)
     if work.shares_launch:  # first: it does not have to wait for additions of its group
         add_all = partial(_forward_launch, work, call, inputs, result)
         sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
     totals = out, lse.transpose(1, 2)
-    given = _Tensors(inputs, (), totals, (store, False), sums.most_held)
+    given = inputs, (), totals, (store, False), sums.most_held
     for one in _kernel_calls(work, call, given):
-        tile, places = one.tile(call, inputs), _views(one.totals, totals)
+        assert backend is not None
+        tile, (out_rows, lse_rows) = one.tile(call, inputs), _views(one.totals, totals)
         if not one.added:
-            assert call.backend.forward_into is not None
-            call.backend.forward_into(tile, *places)
+            assert backend.forward_into is not None
+            backend.forward_into(tile, out_rows, lse_rows)
             continue
-        found = call.backend.forward(tile)
-        add_all = partial(merge, *places, *found, store=store)
-        sums.run(add_all, *found, into=places, is_long=one.is_long)
+        found = backend.forward(tile)
+        add_all = partial(merge, out_rows, lse_rows, *found, store=store)
+        sums.run(add_all, *found, into=(out_rows, lse_rows), is_long=one.is_long)
         del found, add_all  # before the next call makes its own
 
 
@@ -425,41 +411,33 @@ def backward(
 
     `merged` is the result of the whole call; `sums` as in `forward`.
     """
-    query, (*totals, store, store_keys) = inputs.query, gradients
+    (*totals, store, store_keys), backend = gradients, call.selection.backend
+    query = inputs.query
     work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.backward)
     if work.shares_launch:  # first, as in forward
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
         sums.run(add_all, *reads, into=(*totals, *inputs[1:]), holds=False)
     of_merged = merged.dout, merged.out, merged.lse.transpose(1, 2)
-    given = _Tensors(inputs, of_merged, totals, (store, store_keys), sums.most_held)
+    given = inputs, of_merged, totals, (store, store_keys), sums.most_held
     for one in _kernel_calls(work, call, given):
+        assert backend is not None
         tile, places = one.tile(call, inputs), _views(one.totals, totals)
-        found = _gradients(
-            call.backend, tile, TileGradients(*_views(one.merged, of_merged)), places, one.added
-        )
+        tile_gradients = TileGradients(*_views(one.merged, of_merged))
+        found: Sequence[torch.Tensor]
+        if one.added == 3:
+            found = backend.backward(tile, tile_gradients)
+        else:  # the others are written where they belong
+            assert backend.backward_into is not None
+            found = [backend.empty_like(tile.q)] if one.added else []
+            backend.backward_into(tile, tile_gradients, *found, *places[one.added :])
+            found = backend.ordered(*found)
         if found:
             added = places[: one.added]
             add_all = partial(_add_all, one.stores, added, found)
             sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
-
-
-def _gradients(
-    backend: TileBackend,
-    tile: TileInputs,
-    gradients: TileGradients,
-    totals: Sequence[torch.Tensor],
-    added: int,
-) -> Sequence[torch.Tensor]:
-    """Compute a kernel call: the first `added` gradients; the others are written into `totals`."""
-    if added == 3:
-        return backend.backward(tile, gradients)
-    assert backend.backward_into is not None
-    found = [backend.empty_like(tile.q)] if added else []
-    backend.backward_into(tile, gradients, *found, *totals[added:])
-    return backend.ordered(*found)
 
 
 def _backward_launch(
@@ -503,19 +481,10 @@ def merge_zero_keys(
         lse: (batch, local_sequence, heads), float32 or float64; may be a transposed view.
         heads_per_kv: query heads of a KV head.
     """
-    if not groups:
-        return
-    zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
+    zero = lse.new_zeros(out.shape[-1]) if groups else lse
     for group in groups:
         for block in schedule_of(group, out.shape[0], heads_per_kv, 1, table_flops=0.0).blocks:
-            out_rows, lse_rows = (block.place_queries(x).of(x) for x in (out, lse))
-            log_count = torch.full(
-                (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
-            )
-            merge(
-                out_rows,
-                lse_rows,
-                zero.expand(out_rows.shape),
-                log_count.expand(lse_rows.shape),
-                store=False,
-            )
+            rows = [block.place_queries(x).of(x) for x in (out, lse)]
+            log_count = lse.new_full((1,), math.log(block.keys.length))
+            tile = [x.expand(y.shape) for x, y in zip((zero, log_count), rows, strict=True)]
+            merge(*rows, *tile, store=False)

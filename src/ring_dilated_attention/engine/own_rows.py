@@ -6,7 +6,7 @@ result once a branch. Where all tiles of a branch are small, its rows join one l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -82,23 +82,18 @@ class OwnSchedule:
 
 def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     """Schedule the tiles whose queries and KV are local to a rank."""
-    flops = call.limits.own
-    plan = one.plan
+    plan, flops = one.plan, call.limits.own
+    branches = _branches(plan.pattern.branches)
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    fits = (
-        longest <= own_programs.MOST_POSITIONS
-        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
-    )
-    if not flops or not fits:
-        groups = one.local_groups
-        first = groups[:1] if one.covers else ()
-        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
-    factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
-    work = one.own_work(by_rows(one, factor, flops))
+    work = one.own_tiles
+    fits = longest <= own_programs.MOST_POSITIONS and len(branches) <= own_programs.MOST_BRANCHES
+    if flops and fits:
+        factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
+        work = one.own_work(partial(by_rows, one, factor, flops))
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
-        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
+        parts = own_programs.launches_of(work.ranges, branches, BLOCK_ROWS)
         launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
@@ -106,37 +101,32 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     return OwnSchedule(first, tuple(launches), others, work.zero_keys)
 
 
-def by_rows(one: RankPlan, factor: int, flops: float) -> Callable[[int, OwnRuns], list[bool]]:
+def by_rows(one: RankPlan, factor: int, flops: float, branch: int, runs: OwnRuns) -> Sequence[bool]:
     """Choose the runs of a branch to compute row by row: those of at most `flops` operations.
 
     `factor`: operations of forward for each pair of a KV head.
     """
-    rates, heads = one.plan.pattern.dilation_rates, one.plan.tiling.heads
-
-    def chosen(branch: int, runs: OwnRuns) -> list[bool]:
-        rate, of_branch = rates[branch], factor * len(heads[branch])
-        if rate > own_programs.MOST_STEP:
-            return [False] * len(runs)
-        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
-        if (
-            shortest < fewest
-            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
-        ):
-            fewest = 0
-        if (
-            shortest >= fewest  # as a rule, and so is the next
-            and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
-        ):
-            return [True] * len(runs)
-        # Heads of different offsets share a kernel call where they have equally many rows.
-        return [
-            size >= fewest
-            and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
-            <= flops
-            for size, _, _, copies in runs
-        ]
-
-    return chosen
+    rate = one.plan.pattern.dilation_rates[branch]
+    of_branch = factor * len(one.plan.tiling.heads[branch])
+    if rate > own_programs.MOST_STEP:
+        return [False] * len(runs)
+    fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
+    if (
+        shortest < fewest
+        and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
+    ):
+        fewest = 0
+    if (
+        shortest >= fewest  # as a rule, and so is the next
+        and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
+    ):
+        return [True] * len(runs)
+    # Heads of different offsets share a kernel call where they have equally many rows.
+    return [
+        size >= fewest
+        and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2) <= flops
+        for size, _, _, copies in runs
+    ]
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:

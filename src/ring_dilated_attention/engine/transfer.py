@@ -12,7 +12,7 @@ same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -52,9 +52,9 @@ def spread(packed: torch.Tensor, message: Message) -> torch.Tensor:
     if table is None:
         return packed
     if not runs_triton(packed):
-        return packed.index_select(2, table.row_of_slot)
+        return packed.index_select(2, table[0])
     slots = packed.new_empty(*packed.shape[:2], message.slots, packed.shape[3])
-    kernels.rows.take_rows((packed[0], packed[1]), slots, table.row_of_slot)
+    kernels.rows.take_rows((packed[0], packed[1]), slots, table[0])
     return slots
 
 
@@ -68,9 +68,9 @@ def sum_slots(slots: torch.Tensor, message: Message) -> torch.Tensor:
         return slots
     shape = *slots.shape[:2], message.rows, slots.shape[3]
     if not runs_triton(slots):
-        return slots.new_zeros(shape).index_add_(2, table.row_of_slot, slots)
+        return slots.new_zeros(shape).index_add_(2, table[0], slots)
     sums = slots.new_empty(shape)
-    kernels.rows.sum_slots(slots, sums, table.slots, table.starts)
+    kernels.rows.sum_slots(slots, sums, *table[1:])
     return sums
 
 
@@ -113,26 +113,19 @@ def _rows_of_sender(
     return TABLES.get(message, ("sent", device), device, make)
 
 
-class SlotTable(NamedTuple):
-    """The slots of a message, as tensors of its receiver.
+_SlotTable: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    Attributes:
-        row_of_slot: int64 (slots,): the row that each slot reads.
-        slots: int64 (slots,): the slots of each row, in ascending order, row after row.
-        starts: int64 (rows + 1,): where in `slots` those of each row begin, and the end.
+
+def _slots_of_receiver(message: Message, device: torch.device) -> _SlotTable | None:
+    """Slots of a received message, int64; None where slot i is row i.
+
+    The row that each slot reads; the slots of each row, in ascending order, row after row; and
+    where among these those of each row begin, and the end.
     """
-
-    row_of_slot: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-
-
-def _slots_of_receiver(message: Message, device: torch.device) -> SlotTable | None:
-    """The row that each slot of a received message reads; None where slot i is row i."""
     if message.rows == message.slots:
         return None
 
-    def make() -> SlotTable:
+    def make() -> _SlotTable:
         numbers, slots = torch.sort(_numbers_of(message)[0], stable=True)
         is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
         torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
@@ -140,7 +133,7 @@ def _slots_of_receiver(message: Message, device: torch.device) -> SlotTable | No
         assert len(starts) == message.rows + 1, f"{message} has {len(starts) - 1} rows"
         row_of_slot = torch.empty_like(slots)
         row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
-        return SlotTable(*(x.to(device) for x in (row_of_slot, slots, starts)))
+        return row_of_slot.to(device), slots.to(device), starts.to(device)
 
     return TABLES.get(message, ("received", device), device, make)
 

@@ -12,7 +12,7 @@ and `costs`.
 
 from . import cache, costs
 from .attention import AttentionPlan, RankPlan, plan_attention
-from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
+from .cache import CachedBranch, CachePlan, KeptRows, plan_cache
 from .check import check_plan
 from .program import Action, lower
 from .rows import Message, OwnRuns, PackedTiles, Rows, Run, Tile, TileGroup
@@ -25,7 +25,6 @@ __all__ = [
     "CachedBranch",
     "KeptRows",
     "Message",
-    "NewTile",
     "OwnRange",
     "OwnRuns",
     "PackedTiles",

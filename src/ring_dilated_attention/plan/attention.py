@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from typing import Any, NamedTuple, TypeVar
 
 from ..documents import document_borders
@@ -283,27 +284,29 @@ class RankPlan:
         return self.plan.layout.local_length(self.index) * len(self.plan.kv_heads)
 
     @cached_property
+    def own_tiles(self) -> OwnWork:
+        """All work on own rows, branch by branch."""
+        return self.own_work(lambda branch, runs: [False] * len(runs))
+
+    @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
         """Tiles whose queries and keys this rank holds: a group a branch, then those that cross."""
-        work = self.own_work(None)
-        return (*work.groups, *work.crossing)
+        return (*self.own_tiles.groups, *self.own_tiles.crossing)
 
-    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]]) -> OwnWork:
         """The tiles of this rank's own rows, split by whether they are computed row by row.
 
-        Args:
-            by_rows: of each run of a branch, whether it is; None: none is.
+        `by_rows`: of each run of a branch, whether it is.
         """
         tiling, links = self.plan.tiling, self._links(self.index, receives=True)
         groups: list[TileGroup] = []
         apart: list[Link] = []
         chosen: dict[int, FlaggedRows] = {}
         for branch, length in self._own_branches:
-            left: Sequence[OwnRun] = self._own_runs(length)
-            if by_rows is not None:
-                flags = by_rows(branch, self._own_runs(length))
-                chosen[branch] = FlaggedRows(left, flags)
-                left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+            runs = self._own_runs(length)
+            flags = by_rows(branch, runs)
+            chosen[branch] = FlaggedRows(runs, flags)
+            left: Sequence[OwnRun] = [*compress(runs, map(not_, flags))]
             between = [link for link in links if link.branch == branch]
             if between:
                 left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
@@ -356,7 +359,7 @@ class RankPlan:
     @cached_property
     def zero_keys(self) -> tuple[TileGroup, ...]:
         """Number of zero keys that this rank's queries see; see `zero_key_groups`."""
-        return zero_key_groups(self.plan.tiling, self._parts)
+        return self.own_tiles.zero_keys
 
     def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
         """The rank's parts of the plan to run one after the other: one, or some heads at a time.

@@ -54,19 +54,12 @@ class Balance:
     """How evenly the operations of a call are dealt to the ranks.
 
     Attributes:
-        world_size: number of ranks.
         largest_rank: the rank with the most operations, the first of several.
         imbalance: its operations over the mean of all ranks; 1.0 is even, p is all on one rank.
     """
 
-    world_size: int
     largest_rank: int
     imbalance: float
-
-    @property
-    def speed_up_bound(self) -> float:
-        """How many times as fast as one rank all can be at most: p / imbalance."""
-        return self.world_size / self.imbalance
 
 
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
@@ -126,7 +119,6 @@ def balance(flops: Sequence[int]) -> Balance:
     """How evenly `flops`, one figure per rank, are dealt; even if they are all 0."""
     largest = max(flops)
     return Balance(
-        world_size=len(flops),
         largest_rank=flops.index(largest),
         imbalance=largest * len(flops) / sum(flops) if largest else 1.0,
     )

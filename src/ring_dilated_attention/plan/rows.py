@@ -49,7 +49,8 @@ def union_size(progressions: Iterable[range]) -> int:
     Each progression adds its own size less the rows that larger ones share with it. Those of nested
     ones are the same, and a set drops them: the recursion stays shallow.
     """
-    total, larger = 0, []
+    total = 0
+    larger: list[range] = []
     for progression in sorted({*progressions}, key=len, reverse=True):
         shared = [s for p in larger if (s := intersect(progression, p))]
         total += len(progression) - (union_size(shared) if shared else 0)
@@ -390,22 +391,20 @@ def join_runs(
         and (link.queries.start - link.keys.stop) % rate == 0
     }
     found: list[OwnRun] = []
-    joined: list[range] = []  # local rows
+    whole: dict[int, int] = {}  # from the first row of a run to that of the run it is joined to
     for run in runs:
         last = found[-1] if found else OwnRun(0, 0, 0, 0)
-        goes_on = run.local in borders and last.local + last.size == run.local
-        if not goes_on or run.copies > 1:
+        if run.local in borders and run.copies == 1 and last.local + last.size == run.local:
+            whole[run.local] = last.local
+            found[-1] = last._replace(size=last.size + run.size)
+        else:
             found.append(run)
-            continue
-        found[-1] = last._replace(size=last.size + run.size)
-        rows = range(last.local, run.local + run.size)
-        joined = [*(x for x in joined if x.start != rows.start), rows]
 
-    def is_joined(link: Link) -> bool:
-        first = [part.local_row(max(part.start, link.start)) for part in (link.queries, link.keys)]
-        return any(all(row in rows for row in first) for rows in joined)
+    def run_of(link: Link, part: Part) -> int:
+        first = part.local_row(max(part.start, link.start))
+        return whole.get(first, first)
 
-    return found, [link for link in links if not is_joined(link)]
+    return found, [x for x in links if run_of(x, x.queries) != run_of(x, x.keys)]
 
 
 def join_links(links: Iterable[Link], rates: Sequence[int]) -> list[Link]:

@@ -170,9 +170,9 @@ class Tiling:
         for entry, alike in sorted(entries.items()):
             keys, rate = alike[0].keys, self.pattern.dilation_rates[entry[0]]
             heads = [
-                _HeadRows(head, 0, 0, keys.local_row(rows[0]), len(rows))
+                _HeadRows(head, 0, 0, keys.local_row(found[0]), len(found))
                 for head, offset in self.heads[entry[0]]
-                if (rows := self._rows(alike[0], keys, offset))
+                if (found := self._rows(alike[0], keys, offset))
                 and any(self._rows(link, link.queries, offset) for link in alike)
             ]
             starts = first_slots[entry] = {}

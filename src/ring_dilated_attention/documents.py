@@ -190,7 +190,7 @@ def document_borders(
     stop = total if length is None else length
     if documents is None:
         return (0, stop) if stop else (0,)
-    borders = tuple(border for border, _ in groupby(documents))
+    borders = tuple([border for border, _ in groupby(documents)])
     rises = borders[:1] == (0,) and all(map(operator.lt, borders, borders[1:]))
     if not (rises and stop <= borders[-1] <= total):
         end = f"{total}" if length is None else f"{stop} or more, up to {total}"

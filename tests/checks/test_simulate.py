@@ -29,7 +29,7 @@ CASE = Case(pattern=PATTERN, layout=SequenceLayout.zigzag(101, 3), dtype=torch.f
 def test_simulate_finds_any_case_as_planned(case):
     found = simulate(case)
     assert found.ok, found.problems
-    assert found.balance.world_size == len(found.ranks) == case.layout.world_size
+    assert len(found.ranks) == case.layout.world_size
     assert sum(x.positions for x in found.ranks) == case.layout.length
     for direction in ("forward", "backward"):
         counted = [getattr(x, direction).counted for x in found.ranks]
@@ -78,7 +78,6 @@ def test_simulate_counts_what_is_counted_by_hand(exchange):
     assert [x.flops for x in found.ranks] == [2 * 6 * 16, 0, 2 * 15 * 16]
     assert found.balance.largest_rank == 2
     assert found.balance.imbalance == pytest.approx(15 / 7)
-    assert found.balance.speed_up_bound == pytest.approx(7 / 5)
     assert last.of_mean == found.balance.imbalance
 
 

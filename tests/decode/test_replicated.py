@@ -20,6 +20,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.checks import Case, reference_attention, relative_error, run_ranks
 from ring_dilated_attention.exchange import resolve_exchange, run_loopback
+from ring_dilated_attention.plan import cache
 
 NAMES = ("out", "lse", "dquery", "dkey", "dvalue")
 
@@ -35,7 +36,7 @@ def test_plans_do_not_grow_with_the_number_of_segments():
     counts = []
     for length in (2**20, 2**30):
         plan = plan_attention(pattern, SequenceLayout.zigzag(length, 8), is_causal=True)
-        groups = plan.replicated_groups(range(100, length - 100), 3)
+        groups = cache.replicated_groups(plan, range(100, length - 100), 3)
         counts.append(sum(len(group.tiles) for group in groups))
     assert counts[0] == counts[1] < 40
 

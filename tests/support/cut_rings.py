@@ -6,16 +6,16 @@ from contextlib import contextmanager
 import pytest
 
 from ring_dilated_attention.engine import compute
-from ring_dilated_attention.plan import spec
+from ring_dilated_attention.plan import attention
 from ring_dilated_attention.resolve import forget_plans
 
-ROUND_PAIRS = spec.ROUND_PAIRS
+ROUND_PAIRS = attention.ROUND_PAIRS
 """As the package has them."""
 
 
 def set_round_pairs(patch: pytest.MonkeyPatch, pairs: int) -> None:
-    """Have plans cut rings into rounds of this many pairs: see `plan.spec.ROUND_PAIRS`."""
-    patch.setattr(spec, "ROUND_PAIRS", pairs)
+    """Have plans cut rings into rounds of this many pairs: see `plan.attention.ROUND_PAIRS`."""
+    patch.setattr(attention, "ROUND_PAIRS", pairs)
 
 
 @contextmanager

@@ -382,15 +382,9 @@ def test_the_sweep_on_one_gpu(round_pairs):
         assert not failures(cases, run_here(4, cases))
 
 
-def test_waits_for_what_others_send_are_timed():
-    """The compute waits for the stream that adds gradients, and that for the transfer."""
-    device, found = torch.device("cuda", 0), []
-
-    def clock():
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        found.append((start, stop))
-        return stop.record
+def test_the_compute_waits_for_what_others_send():
+    """It waits for the stream that adds gradients, and that for the transfer."""
+    device = torch.device("cuda", 0)
 
     def add_late():
         torch.cuda._sleep(20_000_000)  # 10 ms at 2 GHz
@@ -400,11 +394,7 @@ def test_waits_for_what_others_send_are_timed():
     add_late()  # the first time, loading its kernels waits for the device
     total.zero_()
     torch.cuda.synchronize(device)
-    sums = Accumulator(device, clock)
-    sums.finish()
-    assert not found
+    sums = Accumulator(device)
     sums.start(add_late, into=(total,))
     sums.finish()
     assert torch.equal(total, torch.ones_like(total))
-    ((start, stop),) = found
-    assert start.elapsed_time(stop) > 5

@@ -408,13 +408,11 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
     size = costs.TensorSize(batch=batch, head_dim=case.head_dim, element_size=case.dtype.itemsize)
     # The gradient of lse is in the first of eight more columns.
     wide = replace(size, head_dim=size.head_dim + 8) if "lse" in case.loss_of else size
-    forward, backward = (
-        costs.traffic(one, size).forward_sent,
-        costs.traffic(one, wide).backward_sent,
-    )
+    forward = costs.traffic(one, size).forward_sent
+    backward = costs.traffic(one, wide).backward_sent
     if case.branch_gradients == "detached" and case.pattern.mixes_branches:
         # Backward computes each branch by itself: forward again, and back.
-        branches = [costs.traffic(each, size) for each in one.single_branches]
+        branches = [costs.traffic(each.rank(one.index), size) for each in one.plan.single_branches]
         backward = sum(each.forward_sent + each.backward_sent for each in branches)
     if split is not None:
         forward += split.traffic(rank, size)[0]

@@ -176,18 +176,18 @@ def work_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[str]:
     """Which of several ranks is the busiest."""
     from ..plan import costs
 
-    found, layout = costs.balance(costs.flops_by_rank(plan, size)), plan.layout
-    if layout.world_size == 1:
+    found, ranks = costs.balance(costs.flops_by_rank(plan, size)), plan.layout.world_size
+    if ranks == 1:
         return
     if found.imbalance < 1.005:
         yield "the work is even"
         return
     text = (
         f"rank {found.largest_rank} is the busiest: {found.imbalance:.2f} times the mean, so that "
-        f"{layout.world_size:,} ranks are at most {found.speed_up_bound:,.1f} times as fast as one"
+        f"{ranks:,} ranks are at most {ranks / found.imbalance:,.1f} times as fast as one"
     )
-    zigzag = SequenceLayout.zigzag(layout.length, layout.world_size)
-    if plan.is_causal and layout != zigzag:
+    zigzag = SequenceLayout.zigzag(plan.layout.length, ranks)
+    if plan.is_causal and plan.layout != zigzag:
         even = costs.balance(costs.flops_by_rank(replace(plan, layout=zigzag), size)).imbalance
         text += f" (--layout zigzag: {even:.2f} times the mean)"
     yield text

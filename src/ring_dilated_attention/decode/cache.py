@@ -11,10 +11,10 @@ import torch
 from ..documents import Integers, as_ints, even_slices, in_words
 from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
-from ..kernels import NO_END
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import CachedBranch, CachePlan, KeptRows, plan_cache
+from ..plan import CachePlan, plan_cache
+from ..plan import cache as kept_rows
 from ..torch_op import refuse_tangents, validate_tensor
 from .prompts import Prompt, find_prompts, resolve_layout, words_of
 
@@ -25,7 +25,7 @@ _SHARD_BYTES = 128 << 20
 it takes to bring the results of ranks together."""
 
 
-_Part: TypeAlias = tuple[Prompt, KeptRows, tuple[int, ...]]
+_Part: TypeAlias = tuple[Prompt, kept_rows.KeptRows, tuple[int, ...]]
 """Rows of a message, with the shape of their keys and values."""
 
 
@@ -303,14 +303,14 @@ class DilatedKVCache(DeepOnly):
                 self.reset()
             raise
 
-    def of_branch(self, branch: CachedBranch) -> list[torch.Tensor]:
+    def of_branch(self, branch: kept_rows.CachedBranch) -> list[torch.Tensor]:
         """Keys and values of a branch: each (batch, heads, slots, head_dim), a view."""
         heads, slots = len(branch.heads), branch.slots
         shape = len(self.keys), heads, slots, self.keys.shape[2]
         rows = slice(branch.first_row, branch.first_row + heads * slots)
         return [x[:, rows].view(shape) for x in (self.keys, self.values)]
 
-    def keep(self, rows: slice, kept: KeptRows, both: Sequence[torch.Tensor]) -> None:
+    def keep(self, rows: slice, kept: kept_rows.KeptRows, both: Sequence[torch.Tensor]) -> None:
         """Write keys and values, each (batch rows, heads, members, head_dim)."""
         for target, source in zip(self.of_branch(kept.branch), both, strict=True):
             for places, to in runs_of_slots(kept.members, kept.branch.slots):
@@ -561,12 +561,12 @@ def _table(plan: CachePlan) -> torch.Tensor:
         for place, (head, offset) in enumerate(branch.heads):
             offsets[head] = offset
             bases[head] = branch.first_row + place * branch.slots
-        length = NO_END if branch.segment_length is None else branch.segment_length
-        rows.append([length, branch.dilation_rate, branch.slots, *offsets, *bases])
+        own = branch.segment_length, branch.dilation_rate, branch.slots
+        rows.append([*own, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _rows_of(tensor: torch.Tensor, rows: slice, kept: KeptRows) -> torch.Tensor:
+def _rows_of(tensor: torch.Tensor, rows: slice, kept: kept_rows.KeptRows) -> torch.Tensor:
     """The kept rows, (batch, heads, rows, head_dim), of (batch, sequence, kv_heads, head_dim)."""
     return tensor[rows, kept.rows, kept.kv_heads].transpose(1, 2)
 
@@ -582,7 +582,7 @@ def runs_of_slots(members: range, slots: int) -> Iterator[tuple[slice, slice]]:
 
 def _views(
     packed: torch.Tensor, parts: Sequence[_Part]
-) -> Iterator[tuple[Prompt, KeptRows, torch.Tensor]]:
+) -> Iterator[tuple[Prompt, kept_rows.KeptRows, torch.Tensor]]:
     """The parts of a message, each with its keys and values: (2, batch, heads, rows, head_dim)."""
     pieces = torch.split(packed, [prod(shape) for *_, shape in parts])
     for (prompt, kept, shape), piece in zip(parts, pieces, strict=True):

@@ -38,7 +38,7 @@ from ..exchange import (
 from ..functional import autocast_inputs
 from ..options import OptionFields, check_options, read_options
 from ..pattern import DilatedPattern
-from ..plan import AttentionPlan
+from ..plan import AttentionPlan, cache
 from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
 from ..tiles import accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
@@ -303,7 +303,7 @@ def _consecutive(positions: range | int, count: int) -> range:
     return positions
 
 
-_groups = lru_cache(maxsize=64)(AttentionPlan.replicated_groups)
+_groups = lru_cache(maxsize=64)(cache.replicated_groups)
 
 
 class _Strips(NamedTuple):
@@ -316,7 +316,7 @@ def strips_on(
     """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
 
     def make() -> _Strips:
-        strips = plan.replicated_strips(positions, rank)
+        strips = cache.replicated_strips(plan, positions, rank)
         table = torch.tensor(strips, dtype=torch.int64)
         # There may be none: of a rank whose keys all lie behind the query, or a row without any.
         shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
@@ -340,7 +340,7 @@ def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor
                 out[rows], lse[rows] = some, lse_of_some
         out, lse = merged_over_ranks(call.exchange, out, lse)
         for rows, plan in call.planned:
-            zero_keys = plan.replicated_zero_keys(call.positions)
+            zero_keys = cache.replicated_zero_keys(plan, call.positions)
             merge_zero_keys(zero_keys, out[rows], lse[rows], call.tiles.heads_per_kv)
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 

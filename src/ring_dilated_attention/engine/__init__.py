@@ -1,13 +1,8 @@
 """Runs the program of one rank on tensors.
 
-`ring_forward` and `ring_backward` are a call (`RingCall`) on this rank: `executor` runs the actions
-of its program, `transfer` packs and spreads messages. `compute` computes groups of tiles, which
-have a `TileCall` in common, into sums that an `Accumulator` adds up on a side stream, and
-`own_rows` a rank's own rows over several branches at once; `BACKWARD_WORKSPACE` says how much
-backward allocates for tiles. `merge_` merges partial softmaxes, `merge_zero_keys` those of keys
-that no rank holds. `readable` and `readable_in_backward` give tensors whose tiles kernels can read
-in place, `TABLES` keeps index tables on devices, `kernels_on` is where kernels are to run, and
-`autocast_dtype` what autocast casts to.
+`executor` runs the actions of a program, `transfer` packs and spreads messages, `compute` computes
+groups of tiles, into sums that `accumulate` adds up on a side stream, and `own_rows` a rank's own
+rows over several branches at once. `blocks` are zero-copy views, `device_tables` index tables.
 """
 
 from . import compute, own_rows

@@ -136,54 +136,35 @@ class Streams:
     """The current stream of a CUDA device, which computes, and a side stream of our own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._events = device, _events_of(device)
+        self._device = device
 
     @cached_property
     def _main(self) -> torch.cuda.Stream:  # not asked for in calls that have nothing to add behind
         return torch.cuda.current_stream(self._device)
-
-    @cached_property
-    def _side(self) -> torch.cuda.Stream:
-        return side_stream(self._main)
 
     def run(self, add_all: Callable[[], None], into: Sequence[torch.Tensor]) -> torch.cuda.Event:
         """Queue `add_all` on the side stream, after all that the computing stream has queued.
 
         It changes `into`. It is called at once, its work may be done later: `wait` for the result.
         """
-        main, side = self._main, self._side
-        queued = self._event()
-        queued.record(main)
-        self._order(side, queued)
+        main, side = self._main, side_stream(self._main)
+        side.wait_stream(main)
         try:  # `with torch.cuda.stream(side)` takes three times as long
             torch.cuda.set_stream(side)
             add_all()
         finally:
             torch.cuda.set_stream(main)
-        done = self._event()
-        done.record(side)
+        done: torch.cuda.Event = side.record_event()
         return done
 
     def wait(self, done: torch.cuda.Event) -> None:
         """Make what the computing stream queues from now on wait for what `run` has queued."""
-        self._order(self._main, done)
+        self._main.wait_event(done)
 
     def outlast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have nobody get the memory of tensors before all that `run` has queued is done."""
         for tensor in tensors:
-            tensor.record_stream(self._side)
-
-    def _event(self) -> torch.cuda.Event:
-        """An event, new or used before, that no stream is still to wait for."""
-        try:
-            return self._events.pop()
-        except IndexError:
-            return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def _order(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Make a stream wait for an event, which may be recorded anew afterwards."""
-        stream.wait_event(event)
-        self._events.append(event)
+            tensor.record_stream(side_stream(self._main))
 
 
 @lru_cache(maxsize=64)
@@ -193,12 +174,6 @@ def side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     It has priority: its short kernels are to slip in between those of a long one.
     """
     return torch.cuda.Stream(main.device, priority=-1)  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=8)
-def _events_of(device: torch.device) -> deque[torch.cuda.Event]:
-    """Events to use again, of all threads: to make one takes the CPU as long as to record it."""
-    return deque(maxlen=64)
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -224,16 +199,13 @@ class Accumulator:
 
     Args:
         device: where the tensors are; the current stream there is the compute's.
-        stopwatch: started where the compute waits for what others must send; see `Exchange`.
 
     Attributes:
         most_held: the largest number of calls whose results are held at the same time.
     """
 
-    def __init__(
-        self, device: torch.device, stopwatch: Callable[[], Callable[[], None]] | None = None
-    ) -> None:
-        self._streams, self._stopwatch = streams_of(device), stopwatch
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
         self.most_held = 1 if self._streams is None else 2
         self._behind: deque[_Behind] = deque()
         self._started: deque[Callable[[], None]] = deque()
@@ -295,13 +267,8 @@ class Accumulator:
         while self._started:
             self._started.popleft()()
         started = sum(behind.kind == "started" for behind in self._behind)
-        if not started:
-            return
-        stop = None if self._stopwatch is None else self._stopwatch()
         while started:
             started -= self._wait().kind == "started"
-        if stop is not None:
-            stop()
 
     def join(self, *totals: torch.Tensor) -> None:
         """Make the current stream wait for additions to `totals`; none: for all, started or run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,36 +21,23 @@ MOST_PROGRAMS = 65_535
 """Limit of a CUDA grid in its second and third axis, which kernels lay along segments and heads."""
 
 
-class Place(NamedTuple):
-    """A row of a (batch, sequence, heads, ...) tensor, or the step from one to another."""
-
-    batch: int = 0
-    row: int = 0
-    head: int = 0
-
-    def ahead(self, step: Place, count: int = 1) -> Place:
-        """The place `count` steps on."""
-        return Place(
-            self[0] + count * step[0], self[1] + count * step[1], self[2] + count * step[2]
-        )
+Place: TypeAlias = tuple[int, ...]
+"""(batch, row, head) of a query and of a key: six numbers; or steps from one place to another."""
 
 
 class Axis(NamedTuple):
-    """`size` evenly spaced copies of something, with the steps between them."""
+    """`size` evenly spaced copies of something, with the step between them."""
 
     size: int
-    query: Place
-    key: Place
-
-    def continues(self, inner: Axis) -> bool:
-        """Whether a step of this axis is `inner.size` steps of `inner`: the two are then one."""
-        size, query, key = inner
-        return self.query == (size * query[0], size * query[1], size * query[2]) and self.key == (
-            size * key[0], size * key[1], size * key[2]
-        )  # fmt: skip
+    step: Place
 
 
-_SINGLE = Axis(1, Place(), Place())
+_SINGLE = Axis(1, (0,) * 6)
+
+
+def _ahead(place: Place, step: Place, count: int) -> Place:
+    """The place `count` steps on."""
+    return tuple(a + count * b for a, b in zip(place, step, strict=True))
 
 
 class Placement(NamedTuple):
@@ -79,8 +66,7 @@ class Block(NamedTuple):
         is_causal: row i sees keys 0 to i.
         outer: its first dimension.
         inner: its second dimension.
-        query: the first query row.
-        key: the first key row.
+        start: the first query row and key row.
         queries: rows, of which only `length` and `stride` matter here.
         keys: rows, of which only `length` and `stride` matter here.
     """
@@ -89,8 +75,7 @@ class Block(NamedTuple):
     is_causal: bool
     outer: Axis
     inner: Axis
-    query: Place
-    key: Place
+    start: Place
     queries: Rows
     keys: Rows
 
@@ -111,39 +96,32 @@ class Block(NamedTuple):
 
         As (outer, inner, rows, ...), or (outer, rows, inner, ...) with `rows_first`.
         """
-        steps = self.outer.query, self.inner.query
-        return self._place(tensor, self.query, steps, self.queries, rows_first)
+        return self._place(tensor, slice(3), self.queries, rows_first)
 
     def place_keys(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
         """The same of key rows: (batch, local_sequence, kv_heads, ...), or `by_slot`."""
-        steps = self.outer.key, self.inner.key
-        return self._place(tensor, self.key, steps, self.keys, rows_first)
+        return self._place(tensor, slice(3, None), self.keys, rows_first)
 
-    def _place(
-        self,
-        tensor: torch.Tensor,
-        start: Place,
-        steps: tuple[Place, Place],
-        rows: Rows,
-        rows_first: bool,
-    ) -> Placement:
+    def _place(self, tensor: torch.Tensor, side: slice, rows: Rows, rows_first: bool) -> Placement:
         batch, row, head, *rest = tensor.stride()
-        outer, inner = steps
+
+        def elements(place: Place) -> int:
+            entries, rows, heads = place[side]
+            return entries * batch + rows * row + heads * head
+
         # The stride of a single element does not matter, but kernels may take 0 for a broadcast,
         # and a step that is never made may be longer than an address.
-        outer_stride = inner_stride = batch
-        if self.outer.size > 1:
-            outer_stride = outer.batch * batch + outer.row * row + outer.head * head
-        if self.inner.size > 1:
-            inner_stride = inner.batch * batch + inner.row * row + inner.head * head
+        outer, inner = (
+            elements(axis.step) if axis.size > 1 else batch for axis in (self.outer, self.inner)
+        )
         row_stride = rows.stride * row if rows.length > 1 else row
-        offset = start.batch * batch + start.row * row + start.head * head
         outer_size, inner_size, last = self.outer.size, self.inner.size, tensor.shape[3:]
+        offset = elements(self.start)
         if rows_first:
             size = outer_size, rows.length, inner_size, *last
-            return Placement(size, (outer_stride, row_stride, inner_stride, *rest), offset)
+            return Placement(size, (outer, row_stride, inner, *rest), offset)
         size = outer_size, inner_size, rows.length, *last
-        return Placement(size, (outer_stride, inner_stride, row_stride, *rest), offset)
+        return Placement(size, (outer, inner, row_stride, *rest), offset)
 
     def slices(self, most_rows: float) -> Iterator[Block]:
         """Cut it along its longer axis, then the other, into blocks of at most `most_rows` rows.
@@ -163,8 +141,7 @@ class Block(NamedTuple):
             part = self._replace(
                 outer=size if cuts_outer else self.outer,
                 inner=self.inner if cuts_outer else size,
-                query=self.query.ahead(axis.query, start),
-                key=self.key.ahead(axis.key, start),
+                start=_ahead(self.start, axis.step, start),
             )
             yield from part.slices(most_rows)
 
@@ -185,16 +162,15 @@ class Family(NamedTuple):
 
         Blocks of one member of the query heads of a KV head follow those of another.
         """
-        tile = self.tiles[0]
-        q, k, head = tile.queries, tile.keys, tile.heads.step
-        family = self.axis.query
+        tile, (_, row, head, _, key_row, key_head) = self.tiles[0], self.axis.step
+        q, k, step = tile.queries, tile.keys, tile.heads.step
         axes = [
-            Axis(size, Place(*query), Place(*key))
-            for size, query, key in (
-                (batch, (1, 0, 0), (1, 0, 0)),
-                (tile.segments, (0, q.segment_stride, 0), (0, k.segment_stride, 0)),
-                (self.axis.size, (*family[:2], family.head * group), self.axis.key),
-                (len(tile.heads), (0, q.head_stride, head * group), (0, k.head_stride, head)),
+            Axis(size, place)
+            for size, place in (
+                (batch, (1, 0, 0, 1, 0, 0)),
+                (tile.segments, (0, q.segment_stride, 0, 0, k.segment_stride, 0)),
+                (self.axis.size, (0, row, head * group, 0, key_row, key_head)),
+                (len(tile.heads), (0, q.head_stride, step * group, 0, k.head_stride, step)),
             )
             if size > 1
         ]
@@ -202,12 +178,12 @@ class Family(NamedTuple):
         kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
         outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
         looped = [axis for i, axis in enumerate(axes) if i not in kept]
-        first_key = Place(0, k.start, tile.heads.start)
+        first = tile.heads.start
         for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
-            query, key = Place(0, q.start, tile.heads.start * group + member), first_key
+            start: Place = (0, q.start, first * group + member, 0, k.start, first)
             for axis, i in zip(looped, index, strict=True):
-                query, key = query.ahead(axis.query, i), key.ahead(axis.key, i)
-            yield Block(member, tile.is_causal, outer, inner, query, key, q, k)
+                start = _ahead(start, axis.step, i)
+            yield Block(member, tile.is_causal, outer, inner, start, q, k)
 
 
 def families(tiles: Sequence[Tile]) -> Iterator[Family]:
@@ -218,22 +194,17 @@ def families(tiles: Sequence[Tile]) -> Iterator[Family]:
         shape = branch, len(heads), heads.step, segments, is_causal, queries[1:], keys[1:]
         by_shape.setdefault(shape, []).append(tile)
     for alike in by_shape.values():
-        run: list[Tile] = []
-        axis = _SINGLE
-        for tile in alike:
-            if run:
-                ahead = tile.heads.start - run[-1].heads.start
-                step = Axis(
-                    len(run) + 1,
-                    Place(0, tile.queries.start - run[-1].queries.start, ahead),
-                    Place(0, tile.keys.start - run[-1].keys.start, ahead),
-                )
-                # A view cannot step backwards.
-                if min(*step.query, *step.key) >= 0 and (len(run) == 1 or axis[1:] == step[1:]):
-                    run.append(tile)
-                    axis = step
-                    continue
-                yield Family(tuple(run), axis)
+        run, axis = [alike[0]], _SINGLE
+        for tile in alike[1:]:
+            head = tile.heads.start - run[-1].heads.start
+            row = tile.queries.start - run[-1].queries.start
+            step: Place = (0, row, head, 0, tile.keys.start - run[-1].keys.start, head)
+            # A view cannot step backwards.
+            if min(step) >= 0 and (len(run) == 1 or axis.step == step):
+                run.append(tile)
+                axis = Axis(len(run), step)
+                continue
+            yield Family(tuple(run), axis)
             run, axis = [tile], _SINGLE
         yield Family(tuple(run), axis)
 
@@ -242,7 +213,7 @@ def _merge(axes: list[Axis]) -> list[Axis]:
     """Join axes of which one continues the other."""
     merged: list[Axis] = []
     for axis in axes:
-        if merged and merged[-1].continues(axis):
+        if merged and merged[-1].step == tuple(axis.size * x for x in axis.step):
             merged[-1] = axis._replace(size=merged[-1].size * axis.size)
         else:
             merged.append(axis)

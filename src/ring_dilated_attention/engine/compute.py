@@ -23,9 +23,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .. import kernels
 from ..kernels import keep_few, profile_of
 from ..plan import PackedTiles, Tile, TileGroup
-from ..tiles import Limits, Selection, TileBackend, TileGradients, TileInputs
+from ..tiles import Limits, Selection, TileGradients, TileInputs
 from .accumulate import Accumulator, add, merge, row_sums
 from .blocks import Block, Placement, families
 from .device_tables import TABLES
@@ -48,313 +49,6 @@ are eight rounds, so that the last one matters little."""
 LONG_FLOPS = 1e11
 """Operations of a kernel call from which results are added on the side stream, behind the next
 call: 0.25 ms on an H200. An addition takes the GPU about 0.02 ms, the side stream the CPU 0.1."""
-
-
-@dataclass(frozen=True)
-class TileCall:
-    """The options that all tiles of a call share.
-
-    Attributes:
-        selection: the back ends that may compute them.
-        scale: factor on the scores.
-        batch: batch size.
-        heads_per_kv: query heads of a KV head.
-        workspace: the most that slices allocate, in multiples of the size of query; None: the
-            constants of this module say.
-        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
-            short calls are to hold.
-    """
-
-    selection: Selection
-    scale: float
-    batch: int
-    heads_per_kv: int
-    workspace: float | None = None
-    own_flops: float = 0.0
-
-    @cached_property
-    def limits(self) -> Limits:
-        """Largest sizes of tiles that share launches."""
-        return self.selection.limits_of(self.own_flops)
-
-    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
-        """Number of rows that a slice may have if it allocates `row_bytes` for each."""
-        if self.workspace is not None:
-            return self.workspace * query.nbytes / row_bytes
-        least = profile_of(query.device).rows(SLICE_ROWS)
-        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
-
-
-class KernelCall(NamedTuple):
-    """A block, or a slice of one, as views of the tensors of a call.
-
-    Attributes:
-        inputs: where its query, keys and values are.
-        merged: where its dout, out and lse are; nothing in forward.
-        totals: where its results belong: out and lse, or gradients of query, keys and values.
-        is_causal: as its block.
-        is_long: whether it takes long enough for its results to be added behind the next one.
-        added: how many of the results are added there, the first ones; all, none, or of gradients
-            that of the query. The back end writes the others where they belong.
-        stores: of each of these, whether it is written over what is there, or added to it.
-        memo: see `TileInputs`.
-    """
-
-    inputs: tuple[Placement, ...]
-    merged: tuple[Placement, ...]
-    totals: tuple[Placement, ...]
-    is_causal: bool
-    is_long: bool
-    added: int
-    stores: tuple[bool, ...]
-    memo: dict[Any, Any]
-
-
-Tensors: TypeAlias = Sequence[torch.Tensor]
-
-
-def kernel_calls_of(
-    work: Schedule,
-    call: TileCall,
-    inputs: Tensors,
-    merged: Tensors,
-    totals: Tensors,
-    stores: tuple[bool, bool],
-    held: int,
-) -> Sequence[KernelCall]:
-    """The blocks of a schedule as kernel calls, kept for the next call of the same layout.
-
-    Args:
-        work: whose blocks.
-        call: what all tiles have in common.
-        inputs: query, keys and values; these and those below are (batch, rows, heads, ...).
-        merged: dout, out and lse; nothing in forward.
-        totals: out and lse, or gradients of query, keys and values.
-        stores: whether results are written over what is there: of queries, and of keys.
-        held: of how many kernel calls results are held at a time; 1: there is no side stream.
-    """
-    if not work.blocks:
-        return ()
-    given = call, inputs, merged, totals, stores, held
-
-    def make() -> Sequence[KernelCall]:
-        return tuple(x for block in work.blocks for x in _cut(block, *given))
-
-    if len(work.blocks) > MOST_BLOCKS:
-        return make()
-    layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
-    selected = call.selection.backend, call.scale, call.workspace, inputs[0].device
-    key = stores, held, *selected, *layouts
-    kept: Sequence[KernelCall] | None = work.parts.get(key)
-    return kept or keep_few(work.parts, key, make, _LAYOUTS_KEPT)
-
-
-def _cut(
-    block: Block,
-    call: TileCall,
-    inputs: Tensors,
-    merged: Tensors,
-    totals: Tensors,
-    stores: tuple[bool, bool],
-    held: int,
-) -> Iterator[KernelCall]:
-    """Slices of a block. Where nothing is there to add to, a back end may write into its place."""
-    backend, query, (store, store_keys) = call.selection.backend, inputs[0], stores
-    assert backend is not None
-    order, head_dim = backend.rows_first, query.shape[3]
-    long_flops = profile_of(query.device).flops(LONG_FLOPS)
-    result_bytes = head_dim * query.element_size() * held
-    is_placed = [x.dtype == query.dtype for x in totals]
-    if not merged:
-        fits = store and is_placed[0] and block.queries.stride == 1
-        added = 0 if fits and backend.forward_into is not None else 2
-        row_bytes = result_bytes + totals[1].element_size() * held
-        most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes) if added else math.inf
-    else:
-        store_keys = store_keys and block.member == 0  # members of a KV head share its gradients
-        added = 3
-        if backend.backward_into is not None and store_keys and is_placed[1]:
-            added = 0 if store and is_placed[0] else 1
-        row_bytes = merged[2].element_size() + backend.backward_workspace(head_dim)
-        row_bytes += added * result_bytes
-        most_rows = call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)
-    for part in block.slices(most_rows):
-
-        def rows_of(
-            tensor: torch.Tensor, *, keys: bool = False, is_read: bool = True, part: Block = part
-        ) -> Placement:
-            place = part.place_keys if keys else part.place_queries
-            return place(tensor, rows_first=order and is_read and tensor.dim() == 4)
-
-        yield KernelCall(
-            tuple(rows_of(x, keys=i > 0) for i, x in enumerate(inputs)),
-            tuple(map(rows_of, merged)),
-            tuple(
-                rows_of(x, keys=bool(merged) and i > 0, is_read=i >= added)
-                for i, x in enumerate(totals)
-            ),
-            part.is_causal,
-            (10 if merged else 4) * head_dim * part.pairs >= long_flops,
-            added,
-            (store, store_keys, store_keys)[:added],
-            {},
-        )
-
-
-class Launch(NamedTuple):
-    """A launch of the table-driven kernels."""
-
-    cells: Any
-    config: Any
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tables on the device."""
-        cells = self.cells
-        return cells.table, cells.query_programs, cells.key_programs
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """How the tiles of a group are computed: block by block, or all in one launch.
-
-    Attributes:
-        blocks: a kernel call each.
-        table: tiles of the launch.
-        packed: more of them.
-        parts: the kernel calls of the blocks, for each of the last few layouts: see `parts`.
-    """
-
-    blocks: tuple[Block, ...]
-    table: tuple[Tile, ...]
-    packed: tuple[PackedTiles, ...] = ()
-    parts: dict[Hashable, Any] = field(default_factory=dict)
-
-    @property
-    def shares_launch(self) -> bool:
-        """Whether any tile is computed by the table-driven kernel."""
-        return bool(self.table or self.packed)
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """The most queries and keys of a cell of the launch."""
-        many = [max(tiles.lengths) for tiles in self.packed]
-        return (
-            max([tile.queries.length for tile in self.table] + many),
-            max([tile.keys.length for tile in self.table] + many),
-        )
-
-
-SCHEDULES: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
-"""Kept as long as the plan of their group lives. A schedule takes about as many bytes as its
-tiles."""
-_SCHEDULES_KEPT = 8
-
-
-def schedule_of(
-    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
-) -> Schedule:
-    """How a group is computed; kept for the next call.
-
-    Blocks of at most `table_flops` operations share a launch.
-    """
-    key = batch, heads_per_kv, head_dim, table_flops
-    kept = SCHEDULES.setdefault(group, {})
-    return kept.get(key) or keep_few(
-        kept, key, partial(_make_schedule, group, *key), _SCHEDULES_KEPT
-    )
-
-
-def _make_schedule(
-    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
-) -> Schedule:
-    blocks: list[Block] = []
-    table: list[Tile] = []
-    packed: list[PackedTiles] = []
-    single = list(group.single)
-    for many in group.packed:
-        # A block would be a tile of all rows of the batch: (4, or causal 2) * its pairs operations.
-        flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
-        short, long = many.split(math.sqrt(table_flops / flops))
-        packed.extend([short] if short.starts else [])
-        single.extend(long.tiles())
-    for family in families(single):
-        cut = list(family.blocks(batch, heads_per_kv))
-        if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
-            table.extend(family.tiles)
-        else:
-            blocks.extend(cut)
-    return Schedule(tuple(blocks), tuple(table), tuple(packed))
-
-
-def launch_of(work: Schedule, direction: str, call: TileCall, query: torch.Tensor) -> Launch:
-    """The tables of a launch on the device, and its configuration; kept for the next call.
-
-    `direction` is ``"forward"`` or ``"backward"``.
-    """
-    device, head_dim, dtype = query.device, query.shape[3], query.dtype
-
-    def make() -> Launch:
-        from ..kernels import BackwardConfig, Kernel, LaunchConfig, build_cells, default_config
-
-        queries, keys = work.longest
-
-        def config(kernel: Kernel) -> LaunchConfig:
-            return default_config(
-                kernel, head_dim, dtype, queries=queries, keys=keys, device=device
-            )
-
-        chosen: LaunchConfig | BackwardConfig
-        if direction == "forward":
-            chosen = config("forward")
-            block_m, block_n = chosen.block_m, chosen.block_n
-        else:
-            chosen = BackwardConfig(config("dq"), config("dkdv"))
-            block_m, block_n = chosen.dq.block_m, chosen.dkdv.block_n
-        cells = build_cells(
-            work.table,
-            work.packed,
-            batch=call.batch,
-            heads_per_kv=call.heads_per_kv,
-            block_m=block_m,
-            block_n=block_n,
-            device=device,
-        )
-        return Launch(cells, chosen)
-
-    key = direction, call.batch, call.heads_per_kv, head_dim, dtype, device
-    return TABLES.get(work, key, device, make)
-
-
-def merge_zero_keys(
-    groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, heads_per_kv: int
-) -> None:
-    """Merge the zero keys of `RankPlan.zero_keys` into `out` and `lse`, in place.
-
-    One pass over the rows that see any; temporaries are at most of the size of `lse`.
-
-    Args:
-        groups: which queries see how many.
-        out: (batch, local_sequence, heads, head_dim), any floating dtype.
-        lse: (batch, local_sequence, heads), float32 or float64; may be a transposed view.
-        heads_per_kv: query heads of a KV head.
-    """
-    if not groups:
-        return
-    zero = torch.zeros(out.shape[-1], dtype=lse.dtype, device=out.device)
-    for group in groups:
-        for block in schedule_of(group, out.shape[0], heads_per_kv, 1, table_flops=0.0).blocks:
-            out_rows, lse_rows = (block.place_queries(x).of(x) for x in (out, lse))
-            log_count = torch.full(
-                (1,), math.log(block.keys.length), dtype=lse.dtype, device=out.device
-            )
-            merge(
-                out_rows,
-                lse_rows,
-                zero.expand(out_rows.shape),
-                log_count.expand(lse_rows.shape),
-                store=False,
-            )
 
 
 class Inputs(NamedTuple):
@@ -421,6 +115,248 @@ class Merged:
         return self.room
 
 
+@dataclass(frozen=True)
+class TileCall:
+    """The options that all tiles of a call share.
+
+    Attributes:
+        selection: the back ends that may compute them.
+        scale: factor on the scores.
+        batch: batch size.
+        heads_per_kv: query heads of a KV head.
+        workspace: the most that slices allocate, in multiples of the size of query; None: the
+            constants of this module say.
+        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
+            short calls are to hold.
+    """
+
+    selection: Selection
+    scale: float
+    batch: int
+    heads_per_kv: int
+    workspace: float | None = None
+    own_flops: float = 0.0
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Largest sizes of tiles that share launches."""
+        return self.selection.limits_of(self.own_flops)
+
+    def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
+        """Number of rows that a slice may have if it allocates `row_bytes` for each."""
+        if self.workspace is not None:
+            return self.workspace * query.nbytes / row_bytes
+        least = profile_of(query.device).rows(SLICE_ROWS)
+        return max(default * query.nbytes / row_bytes, WORKSPACE_FLOOR / row_bytes, least)
+
+
+class KernelCall(NamedTuple):
+    """A block, or a slice of one, as views of the tensors of a call.
+
+    Attributes:
+        inputs, merged, totals: where its rows are in these of `_Tensors`.
+        is_causal: as its block.
+        is_long: whether it takes long enough for its results to be added behind the next one.
+        added: how many of the results are added there, the first ones; all, none, or of gradients
+            that of the query. The back end writes the others where they belong.
+        stores: of each of these, whether it is written over what is there, or added to it.
+        memo: see `TileInputs`.
+    """
+
+    inputs: tuple[Placement, ...]
+    merged: tuple[Placement, ...]
+    totals: tuple[Placement, ...]
+    is_causal: bool
+    is_long: bool
+    added: int
+    stores: tuple[bool, ...]
+    memo: dict[Any, Any]
+
+    def tile(self, call: TileCall, inputs: Inputs) -> TileInputs:
+        """Views of the inputs."""
+        query, keys, values = _views(self.inputs, inputs)
+        return TileInputs(query, keys, values, self.is_causal, call.scale, self.memo)
+
+
+_Tensors: TypeAlias = tuple[
+    Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], tuple[bool, bool], int
+]
+"""Tensors of a call in one direction, all (batch, rows, heads, ...).
+
+- query, keys and values;
+- dout, out and lse; nothing in forward;
+- totals: out and lse, or gradients of query, keys and values;
+- whether results are written over what is there: of queries, and of keys;
+- of how many kernel calls results are held at a time; 1: there is no side stream.
+"""
+
+
+def _views(places: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [place.of(tensor) for place, tensor in zip(places, tensors, strict=True)]
+
+
+def _kernel_calls(work: Schedule, call: TileCall, given: _Tensors) -> Sequence[KernelCall]:
+    """The blocks of a schedule as kernel calls, kept for the next call of the same layout."""
+    if not work.blocks:
+        return ()
+
+    def make() -> Sequence[KernelCall]:
+        return tuple(x for block in work.blocks for x in _cut(block, call, given))
+
+    if len(work.blocks) > MOST_BLOCKS:
+        return make()
+    inputs, merged, totals, *options = given
+    layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
+    key = *options, call.selection.backend, call.scale, call.workspace, inputs[0].device, *layouts
+    kept: Sequence[KernelCall] | None = work.calls.get(key)
+    return kept or keep_few(work.calls, key, make, _LAYOUTS_KEPT)
+
+
+def _cut(block: Block, call: TileCall, given: _Tensors) -> Iterator[KernelCall]:
+    """Slices of a block. Where nothing is there to add to, a back end may write into its place."""
+    inputs, merged, totals, (store, store_keys), held = given
+    backend, query = call.selection.backend, inputs[0]
+    assert backend is not None
+    head_dim = query.shape[3]
+    long_flops = profile_of(query.device).flops(LONG_FLOPS)
+    result_bytes = head_dim * query.element_size() * held
+    is_placed = [x.dtype == query.dtype for x in totals]
+    if not merged:
+        fits = store and is_placed[0] and block.queries.stride == 1
+        added = 0 if fits and backend.forward_into is not None else 2
+        row_bytes = result_bytes + totals[1].element_size() * held
+        most_rows = call.most_rows(query, FORWARD_WORKSPACE, row_bytes) if added else math.inf
+    else:
+        store_keys = store_keys and block.member == 0  # members of a KV head share its gradients
+        added = 3
+        if backend.backward_into is not None and store_keys and is_placed[1]:
+            added = 0 if store and is_placed[0] else 1
+        row_bytes = merged[2].element_size() + backend.backward_workspace(head_dim)
+        row_bytes += added * result_bytes
+        most_rows = call.most_rows(query, BACKWARD_WORKSPACE, row_bytes)
+    for part in block.slices(most_rows):
+
+        def place(
+            tensor: torch.Tensor, of_keys: bool, is_read: bool = True, part: Block = part
+        ) -> Placement:
+            rows_first = backend.rows_first and is_read and tensor.dim() == 4
+            return (part.place_keys if of_keys else part.place_queries)(
+                tensor, rows_first=rows_first
+            )
+
+        yield KernelCall(
+            tuple(place(x, i > 0) for i, x in enumerate(inputs)),
+            tuple(place(x, False) for x in merged),
+            tuple(place(x, bool(merged) and i > 0, i >= added) for i, x in enumerate(totals)),
+            part.is_causal,
+            (10 if merged else 4) * head_dim * part.pairs >= long_flops,
+            added,
+            (store, store_keys, store_keys)[:added],
+            {},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """How the tiles of a group are computed: block by block, or all in one launch.
+
+    Attributes:
+        blocks: a kernel call each.
+        table: tiles of the launch.
+        packed: more of them.
+        calls: the kernel calls of the blocks, for each of the last few layouts.
+    """
+
+    blocks: tuple[Block, ...]
+    table: tuple[Tile, ...]
+    packed: tuple[PackedTiles, ...]
+    calls: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def shares_launch(self) -> bool:
+        """Whether any tile is computed by the table-driven kernel."""
+        return bool(self.table or self.packed)
+
+
+SCHEDULES: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
+"""Kept as long as the plan of their group lives. A schedule takes about as many bytes as its
+tiles."""
+_SCHEDULES_KEPT = 8
+
+
+def schedule_of(
+    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
+) -> Schedule:
+    """How a group is computed; kept for the next call.
+
+    Blocks of at most `table_flops` operations share a launch.
+    """
+
+    def make() -> Schedule:
+        blocks: list[Block] = []
+        table: list[Tile] = []
+        packed: list[PackedTiles] = []
+        single = list(group.single)
+        for many in group.packed:
+            # A block would be a tile of all rows of the batch, of (4, or causal 2) * pairs
+            # operations.
+            flops = (2 if many.is_causal else 4) * head_dim * batch * len(many.heads)
+            short, long = many.split(math.sqrt(table_flops / flops))
+            packed.extend([short] if short.starts else [])
+            single.extend(long.tiles())
+        for family in families(single):
+            cut = list(family.blocks(batch, heads_per_kv))
+            if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+                table.extend(family.tiles)
+            else:
+                blocks.extend(cut)
+        return Schedule(tuple(blocks), tuple(table), tuple(packed))
+
+    key = batch, heads_per_kv, head_dim, table_flops
+    kept = SCHEDULES.setdefault(group, {})
+    return kept.get(key) or keep_few(kept, key, make, _SCHEDULES_KEPT)
+
+
+class Launch(NamedTuple):
+    """A launch of the table-driven kernels: `kernels.Cells`, and how it is configured."""
+
+    cells: Any
+    config: Any
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tables on the device."""
+        return self.cells.table, self.cells.query_programs, self.cells.key_programs
+
+
+def _launch(work: Schedule, backward: bool, call: TileCall, query: torch.Tensor) -> Launch:
+    """The tables of a launch on the device, and its configuration; kept for the next call."""
+    device, head_dim, dtype = query.device, query.shape[3], query.dtype
+
+    def make() -> Launch:
+        longest = [max(tiles.lengths) for tiles in work.packed]
+        queries = max([tile.queries.length for tile in work.table] + longest)
+        keys = max([tile.keys.length for tile in work.table] + longest)
+        names: tuple[kernels.Kernel, ...] = ("dq", "dkdv") if backward else ("forward",)
+        configs = [
+            kernels.default_config(x, head_dim, dtype, queries=queries, keys=keys, device=device)
+            for x in names
+        ]
+        cells = kernels.build_cells(
+            work.table,
+            work.packed,
+            batch=call.batch,
+            heads_per_kv=call.heads_per_kv,
+            block_m=configs[0].block_m,
+            block_n=configs[-1].block_n,
+            device=device,
+        )
+        return Launch(cells, kernels.BackwardConfig(*configs) if backward else configs[0])
+
+    key = backward, call.batch, call.heads_per_kv, head_dim, dtype, device
+    return TABLES.get(work, key, device, make)
+
+
 def forward(
     group: TileGroup, call: TileCall, inputs: Inputs, result: Result, sums: Accumulator
 ) -> None:
@@ -428,16 +364,16 @@ def forward(
 
     That is done through `sums`, which is to be joined when all groups are computed.
     """
-    query, (out, lse, store) = inputs.query, result
-    head_dim, backend = query.shape[3], call.selection.backend
-    work = schedule_of(group, call.batch, call.heads_per_kv, head_dim, call.limits.forward)
+    query, (out, lse, store), backend = inputs.query, result, call.selection.backend
+    work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.forward)
     if work.shares_launch:  # first: it does not have to wait for additions of its group
         add_all = partial(_forward_launch, work, call, inputs, result)
         sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
     totals = out, lse.transpose(1, 2)
-    for one in kernel_calls_of(work, call, inputs, (), totals, (store, False), sums.most_held):
+    given = inputs, (), totals, (store, False), sums.most_held
+    for one in _kernel_calls(work, call, given):
         assert backend is not None
-        tile, (out_rows, lse_rows) = _tile(one, call, inputs), _views(one.totals, totals)
+        tile, (out_rows, lse_rows) = one.tile(call, inputs), _views(one.totals, totals)
         if not one.added:
             assert backend.forward_into is not None
             backend.forward_into(tile, out_rows, lse_rows)
@@ -450,19 +386,16 @@ def forward(
 
 def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
     """Compute all tiles that share a launch, and merge their results."""
-    from ..kernels import tiles_forward
-
-    query, (out, lse, store) = inputs.query, result
-    launch = launch_of(work, "forward", call, query)
-    tiles_forward(
+    cells, config = _launch(work, False, call, inputs.query)
+    kernels.tiles_forward(
         *inputs,
-        out,
-        lse,
-        launch.cells,
-        is_causal=launch.cells.is_causal,
+        result.out,
+        result.lse,
+        cells,
+        is_causal=cells.is_causal,
         scale=call.scale,
-        store=store,
-        config=launch.config,
+        store=result.stores,
+        config=config,
     )
 
 
@@ -478,20 +411,27 @@ def backward(
 
     `merged` is the result of the whole call; `sums` as in `forward`.
     """
-    query, backend = inputs.query, call.selection.backend
+    (*totals, store, store_keys), backend = gradients, call.selection.backend
+    query = inputs.query
     work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.backward)
     if work.shares_launch:  # first, as in forward
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
-        sums.run(add_all, *reads, into=(*gradients[:3], *inputs[1:]), holds=False)
+        sums.run(add_all, *reads, into=(*totals, *inputs[1:]), holds=False)
     of_merged = merged.dout, merged.out, merged.lse.transpose(1, 2)
-    totals = gradients[:3]
-    stores = gradients.stores_query, gradients.stores_keys
-    for one in kernel_calls_of(work, call, inputs, of_merged, totals, stores, sums.most_held):
+    given = inputs, of_merged, totals, (store, store_keys), sums.most_held
+    for one in _kernel_calls(work, call, given):
         assert backend is not None
+        tile, places = one.tile(call, inputs), _views(one.totals, totals)
         tile_gradients = TileGradients(*_views(one.merged, of_merged))
-        places = _views(one.totals, totals)
-        found = _gradients(backend, _tile(one, call, inputs), tile_gradients, places, one.added)
+        found: Sequence[torch.Tensor]
+        if one.added == 3:
+            found = backend.backward(tile, tile_gradients)
+        else:  # the others are written where they belong
+            assert backend.backward_into is not None
+            found = [backend.empty_like(tile.q)] if one.added else []
+            backend.backward_into(tile, tile_gradients, *found, *places[one.added :])
+            found = backend.ordered(*found)
         if found:
             added = places[: one.added]
             add_all = partial(_add_all, one.stores, added, found)
@@ -500,42 +440,23 @@ def backward(
         del found  # before the next call makes its own
 
 
-def _gradients(
-    backend: TileBackend,
-    tile: TileInputs,
-    gradients: TileGradients,
-    totals: Sequence[torch.Tensor],
-    added: int,
-) -> Sequence[torch.Tensor]:
-    """Compute a kernel call: the first `added` gradients; the others are written into `totals`."""
-    if added == 3:
-        return backend.backward(tile, gradients)
-    assert backend.backward_into is not None
-    found = [backend.empty_like(tile.q)] if added else []
-    backend.backward_into(tile, gradients, *found, *totals[added:])
-    return backend.ordered(*found)
-
-
 def _backward_launch(
     work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
 ) -> None:
     """The gradients of all tiles that share a launch, added where they belong."""
-    from ..kernels import tiles_backward
-
-    query = inputs.query
-    launch = launch_of(work, "backward", call, query)
-    tiles_backward(
+    cells, config = _launch(work, True, call, inputs.query)
+    kernels.tiles_backward(
         merged.dout,
         *inputs,
         merged.lse,
         merged.delta,
         *gradients[:3],
-        launch.cells,
-        is_causal=launch.cells.is_causal,
+        cells,
+        is_causal=cells.is_causal,
         scale=call.scale,
         store=gradients.stores_query,
         store_keys=gradients.stores_keys,
-        config=launch.config,
+        config=config,
     )
 
 
@@ -547,10 +468,23 @@ def _add_all(
         add([totals[i] for i in chosen], [found[i] for i in chosen], store=store)
 
 
-def _views(places: Sequence[Placement], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [place.of(tensor) for place, tensor in zip(places, tensors, strict=True)]
+def merge_zero_keys(
+    groups: Sequence[TileGroup], out: torch.Tensor, lse: torch.Tensor, heads_per_kv: int
+) -> None:
+    """Merge the zero keys of `RankPlan.zero_keys` into `out` and `lse`, in place.
 
+    One pass over the rows that see any; temporaries are at most of the size of `lse`.
 
-def _tile(one: KernelCall, call: TileCall, inputs: Inputs) -> TileInputs:
-    query, keys, values = _views(one.inputs, inputs)
-    return TileInputs(query, keys, values, one.is_causal, call.scale, one.memo)
+    Args:
+        groups: which queries see how many.
+        out: (batch, local_sequence, heads, head_dim), any floating dtype.
+        lse: (batch, local_sequence, heads), float32 or float64; may be a transposed view.
+        heads_per_kv: query heads of a KV head.
+    """
+    zero = lse.new_zeros(out.shape[-1]) if groups else lse
+    for group in groups:
+        for block in schedule_of(group, out.shape[0], heads_per_kv, 1, table_flops=0.0).blocks:
+            rows = [block.place_queries(x).of(x) for x in (out, lse)]
+            log_count = lse.new_full((1,), math.log(block.keys.length))
+            tile = [x.expand(y.shape) for x, y in zip((zero, log_count), rows, strict=True)]
+            merge(*rows, *tile, store=False)

@@ -21,13 +21,8 @@ import torch
 KEPT_BYTES = 8 << 20
 """Bytes of tables that may be kept, however old."""
 KEPT_CALLS = 64
-"""Calls after its last use for which a table is kept that several calls have used, whatever its
-size: those of a step of a model of half as many layers."""
-NEW_CALLS = 8
-"""The same of a table that one call has used: shapes that do not come back soon hardly ever do."""
-_ALLOCATION = 512
-"""Bytes of which an allocation on a CUDA device is a multiple."""
-
+"""Calls after its last use for which a table is kept, whatever its size: those of a step of a model
+of half as many layers."""
 
 T = TypeVar("T")
 
@@ -37,7 +32,6 @@ class _Kept:
     tables: Any
     nbytes: int
     last_call: int
-    returns: bool = False  # whether more than one call has used them
     streams: set[int] = field(default_factory=set)  # that read them, by handle
 
 
@@ -58,12 +52,6 @@ def _tensors_of(tables: Any) -> Iterable[torch.Tensor]:
     return found
 
 
-def _nbytes(tables: Any) -> int:
-    """Bytes on the device."""
-    storages = {x.data_ptr(): x for x in (y.untyped_storage() for y in _tensors_of(tables))}
-    return sum(-(-x.nbytes() // _ALLOCATION) * _ALLOCATION for x in storages.values())
-
-
 class DeviceTables:
     """Tables by who they are of and by key. Threads may share it.
 
@@ -82,7 +70,10 @@ class DeviceTables:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept, but for what only CUDA graphs read."""
-        return sum(kept.nbytes for tables in self._kept.values() for kept in tables.values())
+        return sum(kept.nbytes for _, _, kept in self._all())
+
+    def _all(self) -> list[tuple[dict[Hashable, _Kept], Hashable, _Kept]]:
+        return [(few, key, kept) for few in self._kept.values() for key, kept in few.items()]
 
     def get(self, owner: object, key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         """The tables of `owner` with this key, made if there are none.
@@ -100,10 +91,9 @@ class DeviceTables:
                 # Another thread takes up to milliseconds to begin where others want its core.
                 elsewhere = may_be_of_graph(device)
                 made = (self._make_elsewhere if elsewhere else self._make)(make, device)
-                tables[key] = _Kept(made, _nbytes(made), self.calls)
+                tables[key] = _Kept(made, sum(x.nbytes for x in _tensors_of(made)), self.calls)
                 self._drop()
             kept = tables[key]
-            kept.returns = kept.returns or kept.last_call < self.calls
             kept.last_call = self.calls
             if device.type == "cuda":
                 self._note_stream(kept, device)
@@ -115,17 +105,11 @@ class DeviceTables:
         excess = self.nbytes - KEPT_BYTES
         if excess <= 0:
             return
-        unused = [
-            (kept.last_call, kept.nbytes, key, tables)
-            for tables in self._kept.values()
-            for key, kept in tables.items()
-            if kept.last_call < self.calls - (KEPT_CALLS if kept.returns else NEW_CALLS)
-        ]
-        for _, nbytes, key, tables in sorted(unused, key=lambda entry: entry[0]):
-            if excess <= 0:
+        for tables, key, kept in sorted(self._all(), key=lambda entry: entry[2].last_call):
+            if excess <= 0 or kept.last_call >= self.calls - KEPT_CALLS:
                 break
             del tables[key]
-            excess -= nbytes
+            excess -= kept.nbytes
 
     def _make_elsewhere(self, make: Callable[[], T], device: torch.device) -> T:
         if self._elsewhere is None or self._elsewhere[0] != os.getpid():  # a fork has no threads

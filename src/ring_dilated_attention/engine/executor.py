@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -51,12 +51,11 @@ class RingCall:
 
     def prepared(self, query: torch.Tensor) -> Prepared:
         """The call without its tensors and its exchange; kept with its plan for the next one."""
-        batch, _, _, head_dim = query.shape
-        options = self.backend, self.scale, self.workspace
-        key = "engine", self.gathers, options, batch, head_dim
+        key = self.gathers, self.backend, self.scale, self.workspace, query.shape[0], query.shape[3]
         kept = self.plan.programs
-        make = partial(Prepared, self.plan, self.gathers, options, batch, head_dim)
-        found: Prepared = kept.get(key) or keep_few(kept, key, make, _KEPT)
+        found: Prepared = kept.get(key) or keep_few(
+            kept, key, lambda: Prepared(self, query.shape[0], query.shape[3]), _KEPT
+        )
         return found
 
 
@@ -65,41 +64,28 @@ _KEPT = 16
 
 
 class Prepared:
-    """Schedules and programs, shared by all calls of one plan, shape and back end.
+    """Schedules, shared by all calls of one plan, shape and back end.
 
     Attributes:
-        rounds: what is done one after the other: all heads, or some at a time.
         covers: whether nothing is there to add to: groups that come first store their results.
         additions: a bound on how many tiles add to a row.
         tile_call: what tiles need to know of the call.
-        own: how the rank's own rows are computed, in each round.
+        own: how the rank's own rows are computed, in each round: all heads, or some at a
+            time.
     """
 
-    def __init__(
-        self, one: RankPlan, gathers: bool, options: tuple[Any, ...], batch: int, head_dim: int
-    ) -> None:
-        self._one, self._gathers = one, gathers
-        self.rounds = one.rounds(gathers=gathers)
-        self.covers = all(each.covers for each in self.rounds)
-        self.additions = max(each.mean_additions for each in self.rounds)
-        plan, (backend, scale, workspace) = one.plan, options
+    def __init__(self, call: RingCall, batch: int, head_dim: int) -> None:
+        plan, rounds = call.plan.plan, call.plan.rounds(gathers=call.gathers)
+        self.covers = all(each.covers for each in rounds)
+        self.additions = max(each.mean_additions for each in rounds)
         heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
         # Packed documents have the limits of short calls: they are rarely seen twice, and a kernel
         # call of each takes the CPU longer than it saves the GPU.
         if len(plan.documents) <= 2:
-            flops = 4.0 * head_dim * batch * heads_per_kv * one.own_pairs
-        self.tile_call = TileCall(backend, scale, batch, heads_per_kv, workspace, flops)
-        self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in self.rounds}
-
-    @cached_property
-    def forward(self) -> tuple[Action, ...]:
-        """The program of forward."""
-        return lower(self._one, gathers=self._gathers, backward=False)
-
-    @cached_property
-    def backward(self) -> tuple[Action, ...]:
-        """The program of backward."""
-        return lower(self._one, gathers=self._gathers, backward=True)
+            flops = 4.0 * head_dim * batch * heads_per_kv * call.plan.own_pairs
+        options = call.backend, call.scale, batch, heads_per_kv, call.workspace
+        self.tile_call = TileCall(*options, own_flops=flops)
+        self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in rounds}
 
 
 def ring_forward(
@@ -110,7 +96,7 @@ def ring_forward(
     Of query (B, n, H, D), key and value (B, n, K, D).
     """
     run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
-    run.all(run.prepared.forward)
+    run.all(backward=False)
     return run.out.to(query.dtype), run.lse
 
 
@@ -128,22 +114,17 @@ def ring_backward(
     Of dout (B, n, H, D) and what `ring_forward` took and returned.
     """
     if call.detached and not call.plan.is_alone:
-        return _branch_by_branch(dout, query, key, value, lse, call)
+        return _branch_by_branch(dout, Inputs(query, key, value), lse, call)
     dtypes = query.dtype, key.dtype, value.dtype
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
     run = Backward(call, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
-    run.all(run.prepared.backward)
+    run.all(backward=True)
     dquery, dkey, dvalue = (x.to(dtype) for x, dtype in zip(run.totals[:3], dtypes, strict=True))
     return dquery, dkey, dvalue
 
 
 def _branch_by_branch(
-    dout: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lse: torch.Tensor,
-    call: RingCall,
+    dout: torch.Tensor, inputs: Inputs, lse: torch.Tensor, call: RingCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ring_backward` where a branch's own out takes the place of the merged one.
 
@@ -151,22 +132,19 @@ def _branch_by_branch(
     again: to keep it would take as many tensors as there are branches.
     """
     total: tuple[torch.Tensor, ...] = ()
-    for plan in call.plan.single_branches:
-        branch = replace(call, plan=plan, detached=False)
-        out, _ = ring_forward(query, key, value, branch)
-        found = ring_backward(dout, query, key, value, out, lse, branch)
+    for plan in call.plan.plan.single_branches:
+        branch = replace(call, plan=plan.rank(call.plan.index), detached=False)
+        out, _ = ring_forward(*inputs, branch)
+        found = ring_backward(dout, *inputs, out, lse, branch)
         total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found
     dquery, dkey, dvalue = total
     return dquery, dkey, dvalue
 
 
 class _InFlight(NamedTuple):
-    """A message on its way.
+    """A message on its way: rows that are sent live until then, others (2, B, R, D) are received.
 
-    Attributes:
-        pending: the transfer.
-        sent: what is sent, which lives until it has been waited for; None: nothing is.
-        into: where something is received, (2, B, R, D); None: nothing is.
+    None: nothing is sent, or received.
     """
 
     pending: Pending
@@ -181,15 +159,15 @@ class Run:
         self.call, self.inputs = call, inputs
         self.prepared = call.prepared(inputs.query)
         self.tile_call, self.own = self.prepared.tile_call, self.prepared.own
-        stopwatch = getattr(call.exchange, "stopwatch", None)
-        self.sums = Accumulator(inputs.query.device, stopwatch)
+        self.sums = Accumulator(inputs.query.device)
         self._fetching: deque[_InFlight] = deque()
         self._packed: torch.Tensor | None = None  # which the next message sends, too
         self._arrived: torch.Tensor | None = None  # (2, B, R, D)
 
-    def all(self, program: Sequence[Action]) -> None:
-        """Run a program."""
+    def all(self, *, backward: bool) -> None:
+        """Run the program of a direction."""
         TABLES.calls += 1
+        program = lower(self.call.plan, gathers=self.call.gathers, backward=backward)
         with kernels_on(self.inputs.query.device), self.sums:
             for action in program:
                 getattr(self, f"do_{action.kind}")(action)
@@ -298,11 +276,11 @@ class Backward(Run):
         self._merged, query = merged, inputs.query
         create = torch.empty if self.prepared.covers else torch.zeros
         heads_per_kv = self.tile_call.heads_per_kv
+        additions, device = self.prepared.additions, query.device
+        of_query, of_keys = (sum_dtype(query, additions * x) for x in (1, heads_per_kv))
         dquery, dkey, dvalue = (
-            create(
-                x.shape, dtype=sum_dtype(query, self.prepared.additions * count), device=x.device
-            )
-            for x, count in zip(inputs, (1, heads_per_kv, heads_per_kv), strict=True)
+            create(x.shape, dtype=dtype, device=device)
+            for x, dtype in zip(inputs, (of_query, of_keys, of_keys), strict=True)
         )
         self.totals = Gradients(dquery, dkey, dvalue)
         wide = call.plan.plan.returns_wide

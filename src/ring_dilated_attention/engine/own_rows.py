@@ -6,13 +6,14 @@ result once a branch. Where all tiles of a branch are small, its rows join one l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
 
+from .. import kernels
 from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
 from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
 from .compute import Gradients, Inputs, Merged, Result, TileCall
@@ -27,6 +28,9 @@ MOST_SHARE = 0.25
 of their own."""
 
 
+_config = lru_cache(maxsize=256)(default_config)
+
+
 class OwnLaunch:
     """Ranges of rows that are computed in one launch; keeps no reference to its plan.
 
@@ -35,33 +39,26 @@ class OwnLaunch:
 
     def __init__(self, one: RankPlan, ranges: tuple[OwnRange, ...], stores: int) -> None:
         plan = one.plan
-        self.ranges, self._stores = ranges, stores
-        self.is_causal, self.zero_keys = plan.is_causal, plan.pattern.zero_keys
-        self._branches = _branches(plan.pattern.branches)
-        self._offsets = plan.tiling.offsets
+        self.ranges, self.is_causal = ranges, plan.is_causal
+        self.zero_keys = plan.pattern.zero_keys
         self._rows = max([each.high - each.low for each in ranges])
-        self._configs: dict[Hashable, LaunchConfig] = {}
+        self._build = partial(
+            own_programs.build_programs,
+            ranges,
+            _branches(plan.pattern.branches),
+            plan.tiling.offsets,
+            is_causal=plan.is_causal,
+            stores=stores,
+        )
 
     def config(self, kernel: Kernel, query: torch.Tensor) -> LaunchConfig:
         """How a kernel is launched."""
-        given, device, rows = (kernel, query.shape[3], query.dtype), query.device, self._rows
-        key = (*given, device)
-        if key not in self._configs:
-            self._configs[key] = default_config(*given, queries=rows, keys=rows, device=device)
-        return self._configs[key]
+        given, rows = (kernel, query.shape[3], query.dtype), self._rows
+        return _config(*given, queries=rows, keys=rows, device=query.device)
 
     def programs(self, block: int, device: torch.device) -> own_programs.Programs:
         """The tables on the device, for blocks of `block` rows."""
-        build = partial(
-            own_programs.build_programs,
-            self.ranges,
-            self._branches,
-            self._offsets,
-            block=block,
-            is_causal=self.is_causal,
-            stores=self._stores,
-            device=device,
-        )
+        build = partial(self._build, block=block, device=device)
         return TABLES.get(self, (block, device), device, build)
 
 
@@ -85,23 +82,18 @@ class OwnSchedule:
 
 def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     """Schedule the tiles whose queries and KV are local to a rank."""
-    flops = call.limits.own
-    plan = one.plan
+    plan, flops = one.plan, call.limits.own
+    branches = _branches(plan.pattern.branches)
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    fits = (
-        longest <= own_programs.MOST_POSITIONS
-        and len(plan.pattern.dilation_rates) <= own_programs.MOST_BRANCHES
-    )
-    if not flops or not fits:
-        groups = one.local_groups
-        first = groups[:1] if one.covers else ()
-        return OwnSchedule(first, (), groups[len(first) :], one.zero_keys)
-    factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
-    work = one.own_work(by_rows(one, factor, flops))
+    work = one.own_tiles
+    fits = longest <= own_programs.MOST_POSITIONS and len(branches) <= own_programs.MOST_BRANCHES
+    if flops and fits:
+        factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
+        work = one.own_work(partial(by_rows, one, factor, flops))
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0
-        parts = own_programs.launches_of(work.ranges, _branches(plan.pattern.branches), BLOCK_ROWS)
+        parts = own_programs.launches_of(work.ranges, branches, BLOCK_ROWS)
         launches = [OwnLaunch(one, ranges, stores) for ranges in parts]
     covers = one.covers and bool(work.groups) and work.groups[0].branch == plan.covering
     first = work.groups[: int(covers)]
@@ -109,37 +101,32 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     return OwnSchedule(first, tuple(launches), others, work.zero_keys)
 
 
-def by_rows(one: RankPlan, factor: int, flops: float) -> Callable[[int, OwnRuns], list[bool]]:
+def by_rows(one: RankPlan, factor: int, flops: float, branch: int, runs: OwnRuns) -> Sequence[bool]:
     """Choose the runs of a branch to compute row by row: those of at most `flops` operations.
 
     `factor`: operations of forward for each pair of a KV head.
     """
-    rates, heads = one.plan.pattern.dilation_rates, one.plan.tiling.heads
-
-    def chosen(branch: int, runs: OwnRuns) -> list[bool]:
-        rate, of_branch = rates[branch], factor * len(heads[branch])
-        if rate > own_programs.MOST_STEP:
-            return [False] * len(runs)
-        fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
-        if (
-            shortest < fewest
-            and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
-        ):
-            fewest = 0
-        if (
-            shortest >= fewest  # as a rule, and so is the next
-            and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
-        ):
-            return [True] * len(runs)
-        # Heads of different offsets share a kernel call where they have equally many rows.
-        return [
-            size >= fewest
-            and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2)
-            <= flops
-            for size, _, _, copies in runs
-        ]
-
-    return chosen
+    rate = one.plan.pattern.dilation_rates[branch]
+    of_branch = factor * len(one.plan.tiling.heads[branch])
+    if rate > own_programs.MOST_STEP:
+        return [False] * len(runs)
+    fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
+    if (
+        shortest < fewest
+        and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
+    ):
+        fewest = 0
+    if (
+        shortest >= fewest  # as a rule, and so is the next
+        and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
+    ):
+        return [True] * len(runs)
+    # Heads of different offsets share a kernel call where they have equally many rows.
+    return [
+        size >= fewest
+        and of_branch * copies * (-(-size // rate)) ** 2 / (1 if size % rate == 0 else 2) <= flops
+        for size, _, _, copies in runs
+    ]
 
 
 def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
@@ -148,10 +135,8 @@ def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int
 
 def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:
     """Compute a launch and merge it into a result, or write it where nothing else comes before."""
-    from ..kernels import ranges_forward
-
     config = launch.config("own_forward", inputs.query)
-    ranges_forward(
+    kernels.ranges_forward(
         *inputs,
         result.out,
         result.lse,
@@ -176,11 +161,9 @@ def backward_own(
 
     `detached` takes the weights of branches for constants.
     """
-    from ..kernels import ranges_backward
-
     device = inputs.query.device
     dq, dkdv = launch.config("own_dq", inputs.query), launch.config("own_dkdv", inputs.query)
-    ranges_backward(
+    kernels.ranges_backward(
         merged.dout,
         *inputs,
         merged.out,

@@ -12,8 +12,7 @@ same.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -22,32 +21,6 @@ from ..kernels import runs_triton
 from ..plan import Message, Run
 from .accumulate import add
 from .device_tables import TABLES
-
-
-class RowTable(NamedTuple):
-    """The rows of a message, as tensors of its sender.
-
-    Attributes:
-        positions: int64 (rows,): local row of each.
-        heads: int64 (rows,): its KV head.
-    """
-
-    positions: torch.Tensor
-    heads: torch.Tensor
-
-
-class SlotTable(NamedTuple):
-    """The slots of a message, as tensors of its receiver.
-
-    Attributes:
-        row_of_slot: int64 (slots,): the row that each slot reads.
-        slots: int64 (slots,): the slots of each row, in ascending order, row after row.
-        starts: int64 (rows + 1,): where in `slots` those of each row begin, and the end.
-    """
-
-    row_of_slot: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
 
 
 def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tensor:
@@ -69,7 +42,7 @@ def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tens
         kernels.rows.take_rows((key, value), packed, *table)
     else:
         for tensor, into in zip((key, value), packed, strict=True):
-            into.copy_(tensor[:, table.positions, table.heads])
+            into.copy_(tensor[:, table[0], table[1]])
     return packed
 
 
@@ -79,9 +52,9 @@ def spread(packed: torch.Tensor, message: Message) -> torch.Tensor:
     if table is None:
         return packed
     if not runs_triton(packed):
-        return packed.index_select(2, table.row_of_slot)
+        return packed.index_select(2, table[0])
     slots = packed.new_empty(*packed.shape[:2], message.slots, packed.shape[3])
-    kernels.rows.take_rows((packed[0], packed[1]), slots, table.row_of_slot)
+    kernels.rows.take_rows((packed[0], packed[1]), slots, table[0])
     return slots
 
 
@@ -95,9 +68,9 @@ def sum_slots(slots: torch.Tensor, message: Message) -> torch.Tensor:
         return slots
     shape = *slots.shape[:2], message.rows, slots.shape[3]
     if not runs_triton(slots):
-        return slots.new_zeros(shape).index_add_(2, table.row_of_slot, slots)
+        return slots.new_zeros(shape).index_add_(2, table[0], slots)
     sums = slots.new_empty(shape)
-    kernels.rows.sum_slots(slots, sums, table.slots, table.starts)
+    kernels.rows.sum_slots(slots, sums, *table[1:])
     return sums
 
 
@@ -116,29 +89,56 @@ def add_returned(
         kernels.rows.add_to_rows((dkey, dvalue), returned, *table)
     else:
         for total, part in zip((dkey, dvalue), returned, strict=True):
-            rows, flat = total.flatten(1, 2), table.positions * total.shape[2] + table.heads
+            rows, flat = total.flatten(1, 2), table[0] * total.shape[2] + table[1]
             summed = rows.index_select(1, flat) + part  # in the wider dtype
             rows.index_copy_(1, flat, summed.to(total.dtype))
 
 
-def _rows_of_sender(message: Message, device: torch.device) -> RowTable | None:
-    """The rows of a message that is sent, in the order that its receiver counts on.
+def _rows_of_sender(
+    message: Message, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Local row and KV head of each row of a message that is sent, int64 (rows,).
 
-    None where slot i is row i.
+    In the order that its receiver counts on. None where slot i is row i.
     """
     if message.rows == message.slots:
         return None
-    return TABLES.get(message, ("sent", device), device, partial(_row_table, message, device))
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, heads = _numbers_of(message)
+        rows = torch.unique(numbers)
+        assert len(rows) == message.rows, f"{message} packs {len(rows)} rows"
+        return (rows // heads).to(device), (rows % heads).to(device)
+
+    return TABLES.get(message, ("sent", device), device, make)
 
 
-def _slots_of_receiver(message: Message, device: torch.device) -> SlotTable | None:
-    """The row that each slot of a received message reads; None where slot i is row i."""
+_SlotTable: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _slots_of_receiver(message: Message, device: torch.device) -> _SlotTable | None:
+    """Slots of a received message, int64; None where slot i is row i.
+
+    The row that each slot reads; the slots of each row, in ascending order, row after row; and
+    where among these those of each row begin, and the end.
+    """
     if message.rows == message.slots:
         return None
-    return TABLES.get(message, ("received", device), device, partial(_slot_table, message, device))
+
+    def make() -> _SlotTable:
+        numbers, slots = torch.sort(_numbers_of(message)[0], stable=True)
+        is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
+        torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
+        starts = is_first.nonzero().flatten()
+        assert len(starts) == message.rows + 1, f"{message} has {len(starts) - 1} rows"
+        row_of_slot = torch.empty_like(slots)
+        row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
+        return row_of_slot.to(device), slots.to(device), starts.to(device)
+
+    return TABLES.get(message, ("received", device), device, make)
 
 
-def numbers_of(message: Message) -> tuple[torch.Tensor, int]:
+def _numbers_of(message: Message) -> tuple[torch.Tensor, int]:
     """For each slot its local row * H + its KV head, int64 (slots,); and H, above all heads."""
     heads, parts = max(run.heads[-1] for run in message.runs) + 1, []
     for run in message.runs:
@@ -147,24 +147,6 @@ def numbers_of(message: Message) -> tuple[torch.Tensor, int]:
         local = local + torch.arange(run.rows.length) * run.rows.stride
         parts.append((local * heads + (run.heads.start + number * run.heads.step)).flatten())
     return torch.cat(parts), heads
-
-
-def _row_table(message: Message, device: torch.device) -> RowTable:
-    numbers, heads = numbers_of(message)
-    rows = torch.unique(numbers)
-    assert len(rows) == message.rows, f"{message} packs {len(rows)} rows"
-    return RowTable((rows // heads).to(device), (rows % heads).to(device))
-
-
-def _slot_table(message: Message, device: torch.device) -> SlotTable:
-    numbers, slots = torch.sort(numbers_of(message)[0], stable=True)
-    is_first = torch.ones(len(slots) + 1, dtype=torch.bool)  # of its row; the end, too
-    torch.ne(numbers[1:], numbers[:-1], out=is_first[1:-1])
-    starts = is_first.nonzero().flatten()
-    assert len(starts) == message.rows + 1, f"{message} has {len(starts) - 1} rows"
-    row_of_slot = torch.empty_like(slots)
-    row_of_slot[slots] = is_first[:-1].cumsum(0) - 1
-    return SlotTable(*(x.to(device) for x in (row_of_slot, slots, starts)))
 
 
 def _runs_of(

@@ -3,16 +3,17 @@
 `plan_attention` makes an `AttentionPlan` of all ranks; its method `rank` gives the `RankPlan` of
 one: tiles in groups, and steps with the messages that are sent and received. `lower` makes the
 program of a rank: the actions that the engine runs. `check_plan` proves a plan by enumeration.
-`plan_cache` lays out a KV cache, and `costs` counts bytes, operations and seconds.
+`head_split` is an all-to-all by heads. `plan_cache` lays out a KV cache, and `costs` counts bytes,
+operations and seconds.
 
 From the bottom up: `rows` (tiles and messages, parts of documents, the segments they share),
-`tiling`, `spec` (what a plan is made from), `cache` (decoding), `attention`, `program` (what a rank
-does, action by action), `check` and `costs`.
+`tiling`, `attention`, `heads`, `cache` (decoding), `program` (what a rank does, action by
+action), `check` and `costs`.
 """
 
-from . import costs
+from . import cache, costs
 from .attention import AttentionPlan, RankPlan, plan_attention
-from .cache import CachedBranch, CachePlan, KeptRows, NewTile, plan_cache
+from .cache import CachePlan, plan_cache
 from .check import check_plan
 from .heads import HeadSplit, head_split
 from .program import Action, lower
@@ -23,11 +24,8 @@ __all__ = [
     "Action",
     "AttentionPlan",
     "CachePlan",
-    "CachedBranch",
     "HeadSplit",
-    "KeptRows",
     "Message",
-    "NewTile",
     "OwnRange",
     "OwnRuns",
     "PackedTiles",
@@ -36,6 +34,7 @@ __all__ = [
     "Run",
     "Tile",
     "TileGroup",
+    "cache",
     "check_plan",
     "costs",
     "head_split",

@@ -17,19 +17,194 @@ In which order a rank does all this is its program: see `program`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import compress, pairwise
+from operator import not_
 from typing import Any, NamedTuple, TypeVar
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_positive_int
-from . import cache
-from .rows import Link, Message, OwnRun, OwnRuns, Tile, TileGroup, join_runs, own_runs
-from .spec import FEW_ADDITIONS, PlanSpec
-from .tiling import FlaggedRows, OwnWork, group_tiles, own_ranges, zero_key_groups
+from .rows import (
+    Link,
+    Message,
+    OwnRun,
+    OwnRuns,
+    Part,
+    Span,
+    Tile,
+    TileGroup,
+    cut,
+    join_links,
+    join_runs,
+    own_runs,
+    spans,
+)
+from .tiling import FlaggedRows, OwnWork, Tiling, own_ranges, tiling_of, zero_key_groups
 
 _T = TypeVar("_T")
+
+
+FEW_ADDITIONS = 8.0
+"""Additions to a row, on average, that may round to half precision each: errors of out and of the
+gradients stay below those of the kernels (benchmarks/results/attention_speed.md)."""
+
+ROUND_PAIRS = 1 << 31
+"""(Query, key) pairs of a head and step that keep a rank busy: 1.7 ms of an H200's forward at a
+head_dim of 128 (half of it if causal), behind which their rows travel and the gaps between kernels
+matter little. With half as many, forward of a dense causal ring of 65,536 tokens on four takes 15
+to 30% longer, with a quarter three times as long: the host does not keep up.
+"""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The plan of all ranks: what `plan_attention` was told, and what follows for all alike.
+
+    Attributes:
+        pattern: the branches.
+        layout: which rank holds which positions.
+        is_causal: whether a query sees only keys at positions <= its own.
+        num_heads: number of query heads.
+        num_kv_heads: number of KV heads.
+        documents: cumulative lengths ``[0, ..., n]`` of the documents; ``(0, n)`` is one document.
+        narrowed_to: the KV heads that the plan is for; None: all of them.
+    """
+
+    pattern: DilatedPattern
+    layout: SequenceLayout
+    is_causal: bool
+    num_heads: int
+    num_kv_heads: int
+    documents: tuple[int, ...]
+    narrowed_to: range | None = None
+
+    @cached_property
+    def _ranks(self) -> dict[int, RankPlan]:
+        return {}
+
+    def rank(self, rank: int) -> RankPlan:
+        """What `rank` does: one object for as long as the plan is kept."""
+        if rank not in self._ranks:
+            if not 0 <= rank < self.layout.world_size:
+                raise ValueError(f"rank must lie in [0, {self.layout.world_size}), got {rank}")
+            self._ranks[rank] = RankPlan(self, rank)
+        return self._ranks[rank]
+
+    @property
+    def kv_heads(self) -> range:
+        """The KV heads that the plan is for."""
+        return range(self.num_kv_heads) if self.narrowed_to is None else self.narrowed_to
+
+    @cached_property
+    def single_branches(self) -> tuple[AttentionPlan, ...]:
+        """The plan of each branch by itself; heads run all branches."""
+        return tuple(replace(self, pattern=pattern) for pattern in self.pattern.single_branches())
+
+    @cached_property
+    def rounds(self) -> tuple[AttentionPlan, ...]:
+        """The plan for a few heads at a time: what a ring runs.
+
+        Its buffers then hold rows of these heads alone. They are as few as keep a rank busy, or as
+        many as make a message of K and V an eighth of the query: with grouped queries more heads a
+        round are fewer kernel calls, and still less memory.
+        """
+        # Of a head, in the branch that has the most of them in a shard.
+        rows = max(
+            -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
+            for length, rate in self.pattern.branches
+        )
+        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
+        total = self.num_kv_heads
+        heads = max(-(-ROUND_PAIRS // pairs), self.num_heads // 16)
+        count = -(-total // min(total, heads))
+        if count == 1:
+            return (self,)
+        borders = (total * i // count for i in range(count + 1))
+        return tuple(replace(self, narrowed_to=range(a, b)) for a, b in pairwise(borders))
+
+    @cached_property
+    def covering(self) -> int | None:
+        """The first branch in which every row of every head takes part; None if there is none."""
+        return next(
+            (
+                branch
+                for branch, rate in enumerate(self.pattern.dilation_rates)
+                if rate == 1 and len(self.tiling.heads[branch]) == len(self.kv_heads)
+            ),
+            None,
+        )
+
+    @cached_property
+    def branches(self) -> list[tuple[int, int | None]]:
+        """The number of each branch and its segments' length; the one that covers first."""
+        lengths = enumerate(length for length, _ in self.pattern.branches)
+        return sorted(lengths, key=lambda item: item[0] != self.covering)
+
+    def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
+        """Segments shared with parts whose keys `parts` see, and with parts that see theirs."""
+        cut_parts = [part for part in parts if not part.is_whole]
+        found = [
+            span
+            for branch, length in self.branches
+            for part in cut_parts
+            for span in spans(branch, part, length)
+        ]
+        if not self.is_causal:
+            return found, found
+        return [x for x in found if x.is_before], [x for x in found if not x.is_before]
+
+    def parts_of(self, rank: int) -> list[Part]:
+        """The ranges that `rank` holds, cut at document borders."""
+        return cut(self.layout.ranges[rank], self.documents, rank)
+
+    @cached_property
+    def returns_wide(self) -> bool:
+        """Whether gradients of received rows are summed, and returned, in float32 at least.
+
+        Else in the dtype of the inputs. It is alike on all ranks: a branch reaches one row in its
+        rate, once from each part of the rank that received it and for each query head of a KV head.
+        """
+        parts = max(map(len, self.layout.ranges))  # of a document
+        heads_per_kv = self.num_heads // self.num_kv_heads
+        reached = sum(1 / rate for rate in self.pattern.dilation_rates)
+        return heads_per_kv * parts * reached > FEW_ADDITIONS
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The rows of each head, by branch; see `Tiling`."""
+        return tiling_of(self.pattern, self.num_kv_heads, self.is_causal, self.kv_heads)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether ``exchange="auto"`` chooses gather for this plan; False: ring.
+
+        Gather is chosen where received keys and values take no more memory than the query and out
+        of the largest shard: fewer, larger kernel calls are then worth it. With grouped queries,
+        whose K and V are small, that is true of dense attention on a few ranks. A bound, not each
+        rank's own count, decides, so that every rank decides alike: a piece shares at most two
+        segments of a branch with other pieces.
+        """
+        layout, pattern = self.layout, self.pattern
+        pieces = max(map(len, layout.ranges))
+        documents = [b - a for a, b in pairwise(self.documents)] or [1]
+        longest = max(documents)
+        bound = 0
+        for branch, (length, rate) in enumerate(pattern.branches):
+            w = longest if length is None else min(length, longest)
+            segments = min(2 * pieces, sum(-(-document // w) for document in documents))
+            bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
+        return bound <= layout.max_local_length * self.num_heads
+
+    def __str__(self) -> str:
+        layout = self.layout
+        return (
+            f"{self.pattern} over {layout.length} positions on {layout.world_size} "
+            f"rank{'s' * (layout.world_size != 1)}, {self.num_heads} heads, "
+            f"{self.num_kv_heads} KV heads, {'causal' if self.is_causal else 'not causal'}, "
+            f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
+        )
 
 
 class Step(NamedTuple):
@@ -81,7 +256,7 @@ class RankPlan:
 
     FEW_ADDITIONS = FEW_ADDITIONS
 
-    def __init__(self, plan: PlanSpec, rank: int) -> None:
+    def __init__(self, plan: AttentionPlan, rank: int) -> None:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
@@ -92,7 +267,7 @@ class RankPlan:
         # Where the keys of others lie that queries of this rank see, and queries that see its keys.
         self._seen, self._shown = plan.crossing_spans(self._parts)
         # Rows that belong to no document are in no tile.
-        held = sum(part.stop - part.start for part in self._parts)
+        held = sum([part.stop - part.start for part in self._parts])
         self.covers = plan.covering is not None and held == plan.layout.local_length(rank)
 
     @property
@@ -109,27 +284,29 @@ class RankPlan:
         return self.plan.layout.local_length(self.index) * len(self.plan.kv_heads)
 
     @cached_property
+    def own_tiles(self) -> OwnWork:
+        """All work on own rows, branch by branch."""
+        return self.own_work(lambda branch, runs: [False] * len(runs))
+
+    @cached_property
     def local_groups(self) -> tuple[TileGroup, ...]:
         """Tiles whose queries and keys this rank holds: a group a branch, then those that cross."""
-        work = self.own_work(None)
-        return (*work.groups, *work.crossing)
+        return (*self.own_tiles.groups, *self.own_tiles.crossing)
 
-    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]] | None) -> OwnWork:
+    def own_work(self, by_rows: Callable[[int, OwnRuns], Sequence[bool]]) -> OwnWork:
         """The tiles of this rank's own rows, split by whether they are computed row by row.
 
-        Args:
-            by_rows: of each run of a branch, whether it is; None: none is.
+        `by_rows`: of each run of a branch, whether it is.
         """
         tiling, links = self.plan.tiling, self._links(self.index, receives=True)
         groups: list[TileGroup] = []
         apart: list[Link] = []
         chosen: dict[int, FlaggedRows] = {}
         for branch, length in self._own_branches:
-            left: Sequence[OwnRun] = self._own_runs(length)
-            if by_rows is not None:
-                flags = by_rows(branch, self._own_runs(length))
-                chosen[branch] = FlaggedRows(left, flags)
-                left = [run for run, flag in zip(left, flags, strict=True) if not flag]
+            runs = self._own_runs(length)
+            flags = by_rows(branch, runs)
+            chosen[branch] = FlaggedRows(runs, flags)
+            left: Sequence[OwnRun] = [*compress(runs, map(not_, flags))]
             between = [link for link in links if link.branch == branch]
             if between:
                 left, between = join_runs(left, between, tiling.pattern.dilation_rates[branch])
@@ -138,7 +315,8 @@ class RankPlan:
             groups.extend([own] if own else [])
         # The same objects for both directions, which kernels' tables are kept by.
         crossing = self._once(
-            tuple(apart), lambda: group_tiles((link, list(tiling.tiles(link))) for link in apart)
+            tuple(apart),
+            lambda: tiling.groups(join_links(apart, tiling.pattern.dilation_rates), None),
         )
         ranges = tuple(own_ranges(self._parts, chosen))
         zero_keys = zero_key_groups(tiling, self._parts, chosen)
@@ -156,7 +334,7 @@ class RankPlan:
     @property
     def _own_branches(self) -> list[tuple[int, int | None]]:
         """Number and segment length of each branch; length None: no document is longer."""
-        longest = max((part.document_stop - part.document_start for part in self._parts), default=0)
+        longest = max([part.document_stop - part.document_start for part in self._parts], default=0)
         return [
             (branch, None if length is None or length >= longest else length)
             for branch, length in self.plan.branches
@@ -181,12 +359,7 @@ class RankPlan:
     @cached_property
     def zero_keys(self) -> tuple[TileGroup, ...]:
         """Number of zero keys that this rank's queries see; see `zero_key_groups`."""
-        return zero_key_groups(self.plan.tiling, self._parts)
-
-    @property
-    def single_branches(self) -> tuple[RankPlan, ...]:
-        """The rank's part of the plan of each branch by itself."""
-        return tuple(rank_plan(plan, self.index) for plan in self.plan.single_branches)
+        return self.own_tiles.zero_keys
 
     def rounds(self, *, gathers: bool) -> tuple[RankPlan, ...]:
         """The rank's parts of the plan to run one after the other: one, or some heads at a time.
@@ -196,7 +369,7 @@ class RankPlan:
         """
         if gathers or self.world_size == 1:
             return (self,)
-        return tuple(rank_plan(plan, self.index) for plan in self.plan.rounds)
+        return tuple(plan.rank(self.index) for plan in self.plan.rounds)
 
     @cached_property
     def mean_additions(self) -> float:
@@ -248,20 +421,22 @@ class RankPlan:
         tiling, links = self.plan.tiling, self._links(sender, receives=True)
 
         def make() -> tuple[Message | None, tuple[TileGroup, ...], int]:
-            message, slots = tiling.message(sender, self.index, links)
-            groups = group_tiles(
-                (link, list(tiling.tiles(link, slots=slots.get(link.message_entry, {}))))
-                for link in links
-            )
+            joined = join_links(links, tiling.pattern.dilation_rates)
+            message, slots = tiling.message(sender, self.index, joined)
+            groups = tiling.groups(joined, slots)
             return message, groups, _storing(message, groups)
 
         return self._once(("from", *self._places(links)), make)
 
     def _departure(self, receiver: int) -> Message | None:
         """A message like that to `receiver`."""
-        links = self._links(receiver, receives=False)
-        make = partial(self.plan.tiling.message, self.index, receiver, links)
-        return self._once(("to", *self._places(links)), make)[0]
+        tiling, links = self.plan.tiling, self._links(receiver, receives=False)
+
+        def make() -> Message | None:
+            joined = join_links(links, tiling.pattern.dilation_rates)
+            return tiling.message(self.index, receiver, joined)[0]
+
+        return self._once(("to", *self._places(links)), make)
 
     def _links(self, other: int, *, receives: bool) -> list[Link]:
         """Links of keys of `other` to this rank's queries, or if it sends of own keys to others'.
@@ -283,7 +458,7 @@ class RankPlan:
         starts = sorted({link.keys.start for link in links})  # messages go by positions
         found: list[Hashable] = []
         for branch, keys, queries, start, stop in links:
-            found += branch, starts.index(keys.start), queries.local
+            found += branch, start, starts.index(keys.start), queries.local
             for part in (keys, queries):
                 low = max(part.start, start)
                 size, phase = min(part.stop, stop) - low, (start - low) % rates[branch]
@@ -301,16 +476,6 @@ class RankPlan:
         return sum(t.pairs for t in tiles) * (self.plan.num_heads // self.plan.num_kv_heads)
 
 
-def rank_plan(plan: PlanSpec, rank: int) -> RankPlan:
-    """The part of `rank`: one object for as long as the plan is kept."""
-    known: dict[int, RankPlan] = plan.ranks
-    if rank not in known:
-        if not 0 <= rank < plan.layout.world_size:
-            raise ValueError(f"rank must lie in [0, {plan.layout.world_size}), got {rank}")
-        known[rank] = RankPlan(plan, rank)
-    return known[rank]
-
-
 def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
     """See `Step.storing`."""
     if message is None:
@@ -321,27 +486,6 @@ def _storing(message: Message | None, groups: Sequence[TileGroup]) -> int:
 
 def _tiles(groups: Sequence[TileGroup]) -> tuple[Tile, ...]:
     return tuple(tile for group in groups for tile in group.tiles)
-
-
-class AttentionPlan(PlanSpec):
-    """The plan of all ranks: what was told, and `rank`, which derives what one rank does."""
-
-    def rank(self, rank: int) -> RankPlan:
-        """The tiles and messages of `rank`."""
-        return rank_plan(self, rank)
-
-    replicated_groups = cache.replicated_groups
-    replicated_strips = cache.replicated_strips
-    replicated_zero_keys = cache.replicated_zero_keys
-
-    def __str__(self) -> str:
-        layout = self.layout
-        return (
-            f"{self.pattern} over {layout.length} positions on {layout.world_size} "
-            f"rank{'s' * (layout.world_size != 1)}, {self.num_heads} heads, "
-            f"{self.num_kv_heads} KV heads, {'causal' if self.is_causal else 'not causal'}, "
-            f"{len(self.documents) - 1} document(s), {'gather' if self.gathers else 'ring'}"
-        )
 
 
 def plan_attention(

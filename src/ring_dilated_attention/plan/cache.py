@@ -36,9 +36,12 @@ from typing import NamedTuple
 
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, HeadOffset
+from .attention import AttentionPlan
 from .rows import Link, Part, Tile, TileGroup, cut, own_segments, spans
-from .spec import PlanSpec
 from .tiling import tiling_of, zero_key_groups
+
+NO_END = 1 << 62
+"""Length of a segment that has no end."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class CachedBranch:
 
     Attributes:
         index: of the branch in the pattern.
-        segment_length: in positions; None: there is one segment, which has no end.
+        segment_length: in positions; `NO_END`: there is one segment, which has no end.
         dilation_rate: in positions.
         heads: the KV heads that it shows anything, each with its offset.
         slots: rows that a rank has for each of them, enough for the next member to be written
@@ -56,30 +59,24 @@ class CachedBranch:
     """
 
     index: int
-    segment_length: int | None
+    segment_length: int
     dilation_rate: int
     heads: tuple[HeadOffset, ...]
     slots: int
     first_row: int
 
-    def per_segment(self, offset: int) -> int | None:
-        """Members of a full segment; None: it has no end."""
-        if self.segment_length is None:
-            return None
+    def per_segment(self, offset: int) -> int:
+        """Members of a full segment."""
         return len(range(offset, self.segment_length, self.dilation_rate))
 
     def members_before(self, offset: int, position: int) -> int:
         """Number of members before a position, which is the number of the next one."""
-        if self.segment_length is None:
-            return len(range(offset, position, self.dilation_rate))
         segment, within = divmod(position, self.segment_length)
-        per_segment = len(range(offset, self.segment_length, self.dilation_rate))
-        return segment * per_segment + len(range(offset, within, self.dilation_rate))
+        return segment * self.per_segment(offset) + len(range(offset, within, self.dilation_rate))
 
     def first_shown(self, offset: int, member: int) -> int:
         """The first member of the segment that `member` lies in."""
-        per_segment = self.per_segment(offset)
-        return 0 if per_segment is None else member - member % per_segment
+        return member - member % self.per_segment(offset)
 
     def kept(self, offset: int, length: int, rewind: int = 0) -> range:
         """The members before position `length` that a later position can still be shown.
@@ -91,17 +88,12 @@ class CachedBranch:
 
     def positions(self, offset: int, members: range) -> Iterator[tuple[range, range]]:
         """Consecutive members as (members, positions), segment by segment."""
-        first = members.start
+        first, per_segment, rate = members.start, self.per_segment(offset), self.dilation_rate
         while first < members.stop:
-            start = self.first_shown(offset, first)
-            per_segment = self.per_segment(offset)
-            last, segment_start = members.stop, 0
-            if per_segment is not None and self.segment_length is not None:
-                last = min(last, start + per_segment)
-                segment_start = start // per_segment * self.segment_length
-            begin = segment_start + offset + (first - start) * self.dilation_rate
-            stop = begin + (last - first) * self.dilation_rate
-            yield range(first, last), range(begin, stop, self.dilation_rate)
+            segment, within = divmod(first, per_segment)
+            last = min(members.stop, first - within + per_segment)
+            begin = segment * self.segment_length + offset + within * rate
+            yield range(first, last), range(begin, begin + (last - first) * rate, rate)
             first = last
 
     @cached_property
@@ -304,22 +296,21 @@ def plan_cache(
         )
     branches, rows = [], 0
     for index, (length, rate) in enumerate(pattern.branches):
-        ends = length is not None and (max_length is None or length < max_length)
-        most = length if ends else max_length
-        assert most is not None
-        heads = tuple(h for h in pattern.heads(index, num_kv_heads) if h.offset < most)
+        most = NO_END if max_length is None else max_length
+        segment = NO_END if length is None or length >= most else length
+        heads = tuple(
+            x for x in pattern.heads(index, num_kv_heads) if x.offset < min(segment, most)
+        )
         if not heads:
             continue
-        reach = most + max_rewind if ends else most
-        reach = reach if max_length is None else min(reach, max_length)
-        branch = CachedBranch(index, length if ends else None, rate, heads, 0, rows)
-        slots = -(-branch.members_before(0, reach) // shards)
+        branch = CachedBranch(index, segment, rate, heads, 0, rows)
+        slots = -(-branch.members_before(0, min(segment + max_rewind, most)) // shards)
         branches.append(replace(branch, slots=slots))
         rows += slots * len(heads)
     return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)
 
 
-def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[TileGroup, ...]:
+def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple[TileGroup, ...]:
     """The tiles of `rank`, with its own keys, for queries that every rank holds.
 
     Args:
@@ -338,24 +329,17 @@ def replicated_groups(plan: PlanSpec, positions: range, rank: int) -> tuple[Tile
         keys = [k.within(0, positions.stop) for k in keys if k.start < positions.stop]
     is_causal = plan.is_causal and len(positions) > 1
     tiling = tiling_of(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
-    pairs = [(q, k) for q in queries for k in keys if q.document_start == k.document_start]
-    groups: list[TileGroup] = []
+    found: dict[object, list[Tile]] = {}
     for branch, (length, _) in enumerate(plan.pattern.branches):
-        own: list[Tile] = []  # of disjoint positions, so they share no row
-        for link, segments in (
-            x for pair in pairs for x in _links(branch, length, *pair, is_causal)
-        ):
-            tiles = tuple(tiling.tiles(link, segments=segments))
-            if link.is_own:
-                own.extend(tiles)
-            elif tiles:
-                groups.append(TileGroup(tiles))
-        if own:
-            groups.append(TileGroup(tuple(own)))
-    return tuple(groups)
+        pairs = ((q, k) for q in queries for k in keys if q.document_start == k.document_start)
+        for link, segments in (x for p in pairs for x in _links(branch, length, *p, is_causal)):
+            # Tiles of a branch whose queries are their keys are of disjoint positions.
+            group = branch if link.is_own else link
+            found.setdefault(group, []).extend(tiling.tiles(link, segments=segments))
+    return tuple(TileGroup(tuple(tiles)) for tiles in found.values() if tiles)
 
 
-def replicated_zero_keys(plan: PlanSpec, positions: range) -> tuple[TileGroup, ...]:
+def replicated_zero_keys(plan: AttentionPlan, positions: range) -> tuple[TileGroup, ...]:
     """The zero keys that the queries of `replicated_groups` see: see `zero_key_groups`."""
     queries = cut([(positions.start, positions.stop)], plan.documents, 0)
     return zero_key_groups(plan.tiling, queries)
@@ -392,7 +376,9 @@ def _pieces(part: Part, low: int, high: int) -> list[Part]:
     return [piece for piece in cuts if piece.start < piece.stop]
 
 
-def replicated_strips(plan: PlanSpec, positions: range, rank: int) -> list[list[tuple[int, ...]]]:
+def replicated_strips(
+    plan: AttentionPlan, positions: range, rank: int
+) -> list[list[tuple[int, ...]]]:
     """The keys of `rank` that the queries of `replicated_groups` see, head by head.
 
     Returns:

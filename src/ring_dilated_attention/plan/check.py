@@ -7,16 +7,16 @@ with the definition of the pattern. Its cost is the number of (branch, head, que
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
 from typing import Any, TypeAlias
 
-from .attention import AttentionPlan, Step
+from .attention import AttentionPlan, RankPlan, Step
 from .program import Action, Program, lower
 from .rows import Message, Rows, Tile, TileGroup
 
-_Quadruples: TypeAlias = Counter[tuple[int, int, int, int]]
+_Quadruples: TypeAlias = Counter[tuple[int, int, int, int | None]]
 
 
 class PlanError(AssertionError):
@@ -46,11 +46,14 @@ def check_plan(plan: AttentionPlan) -> None:
     expected = Counter(_expected(plan))
     for gathers, backward in product((True, False), repeat=2):
         world.run([lower(rank, gathers=gathers, backward=backward) for rank in ranks], backward)
-        _compare(world.computed, expected)
-    zeros: Counter[tuple[int, int, int]] = Counter()
-    for rank in ranks:
-        zeros.update(_zero_keys(rank.zero_keys, world.held[rank.index]))
-    _compare_zero_keys(zeros, _expected_zero_keys(plan))
+        for rank in ranks:
+            world.computed.update(_zero_keys(rank, world.held[rank.index]))
+        if world.computed != expected:
+            missing, extra = expected - world.computed, world.computed - expected
+            raise PlanError(
+                f"(branch, head, query, key; zero keys are None): {missing.total()} missing "
+                f"{list(missing)[:3]}, {extra.total()} too many {list(extra)[:3]}"
+            )
 
 
 @dataclass
@@ -187,81 +190,14 @@ class _World:
         return slots
 
 
-def check_replicated(plan: AttentionPlan, positions: range) -> None:
-    """Prove over all ranks that `replicated_groups` of `positions` is complete and consistent.
-
-    - Each (branch, KV head, query at `positions`, visible key) is computed exactly once, by the
-      rank that holds the key.
-    - Tiles of a group share no query row of a head and no key row, and are all causal or none.
-    - Each (branch, KV head, query at `positions`) is given the zero keys of its cell.
-
-    Raises:
-        PlanError: the first violation found.
-    """
-    computed: _Quadruples = Counter()
-    for rank, ranges in enumerate(plan.layout.ranges):
-        held = [position for start, stop in ranges for position in range(start, stop)]
-        for group in plan.replicated_groups(positions, rank):
-            _check_group(group, None)
-            if len({tile.is_causal for tile in group.tiles}) > 1:
-                raise PlanError(f"some tiles of a group are causal, some are not: {group.tiles}")
-            for tile in group.tiles:
-                computed.update(_quadruples(tile, positions, held))
-    _compare(computed, Counter(x for x in _expected(plan) if x[2] in positions))
-    expected = {x: n for x, n in _expected_zero_keys(plan).items() if x[2] in positions}
-    _compare_zero_keys(_zero_keys(plan.replicated_zero_keys(positions), positions), expected)
-
-
-def _compare(computed: _Quadruples, expected: _Quadruples) -> None:
-    if computed != expected:
-        missing, extra = expected - computed, computed - expected
-        raise PlanError(
-            f"(branch, head, query, key): {missing.total()} missing {list(missing)[:3]}, "
-            f"{extra.total()} too many {list(extra)[:3]}"
-        )
-
-
-def _zero_keys(
-    groups: Iterable[TileGroup], positions: Sequence[int]
-) -> Counter[tuple[int, int, int]]:
-    """Zero keys that each (branch, KV head, query) is given."""
-    counts: Counter[tuple[int, int, int]] = Counter()
-    for tile in (tile for group in groups for tile in group.tiles):
+def _zero_keys(rank: RankPlan, positions: Sequence[int]) -> Iterator[tuple[int, int, int, None]]:
+    """(branch, KV head, query, None) for each zero key that a query of the rank is given."""
+    for tile in chain(*(group.tiles for group in rank.zero_keys)):
         for segment in range(tile.segments):
             rows = _expand(tile.queries, len(tile.heads), segment)
             for head, head_rows in zip(tile.heads, rows, strict=True):
                 for row in head_rows:
-                    counts[tile.branch, head, positions[row]] += tile.keys.length
-    return counts
-
-
-def _expected_zero_keys(plan: AttentionPlan) -> dict[tuple[int, int, int], int]:
-    """Zero keys that each (branch, KV head, query) should see, position by position."""
-    expected = {}
-    if plan.is_causal or not plan.pattern.zero_keys:
-        return {}
-    for branch, (length, rate) in enumerate(plan.pattern.branches):
-        for start, stop in pairwise(plan.documents):
-            w = min(stop - start if length is None else length, stop - start)
-            for segment in range(start, stop, w):
-                for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
-                    # ceil(w / rate) keys, as if the rate divided the segment's length
-                    padded = range(segment + offset, segment + -(-w // rate) * rate, rate)
-                    real = [place for place in padded if place < min(segment + w, stop)]
-                    for place in real:
-                        expected[branch, head, place] = len(padded) - len(real)
-    return {x: count for x, count in expected.items() if count}
-
-
-def _compare_zero_keys(
-    given: Mapping[tuple[int, int, int], int], expected: Mapping[tuple[int, int, int], int]
-) -> None:
-    if given != expected:
-        wrong = [x for x in {**given, **expected} if given.get(x) != expected.get(x)]
-        raise PlanError(
-            f"zero keys of (branch, head, query): {len(wrong)} wrong, such as {wrong[0]}: "
-            f"{given.get(wrong[0], 0)}, expected {expected.get(wrong[0], 0)}"
-        )
+                    yield from [(tile.branch, head, positions[row], None)] * tile.keys.length
 
 
 def _check_group(group: TileGroup, num_rows: int | None) -> None:
@@ -301,14 +237,19 @@ def _quadruples(
                     yield tile.branch, head, queries[q], keys[k]
 
 
-def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int]]:
+def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int | None]]:
+    """(branch, KV head, query, visible key), position by position; a zero key is None."""
+    zeros = plan.pattern.zero_keys and not plan.is_causal
     for branch, (length, rate) in enumerate(plan.pattern.branches):
         for start, stop in pairwise(plan.documents):
-            w = stop - start if length is None else length
+            w = stop - start if length is None else min(length, stop - start)
             for segment in range(start, stop, w):
                 for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):
                     cell = range(segment + offset, min(segment + w, stop), rate)
+                    # ceil(w / rate) keys, as if the rate divided the segment's length
+                    missing = -(-w // rate) - len(cell) if zeros else 0
                     for q in cell:
+                        yield from [(branch, head, q, None)] * missing
                         for k in cell:
                             if k <= q or not plan.is_causal:
                                 yield branch, head, q, k

@@ -17,7 +17,6 @@ from .attention import AttentionPlan, RankPlan
 from .program import lower
 from .rows import TensorSize as TensorSize  # which goes with every function here
 from .rows import TileGroup
-from .spec import PlanSpec
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,12 @@ class Balance:
     """How evenly the operations of a call are dealt to the ranks.
 
     Attributes:
-        world_size: number of ranks.
         largest_rank: the rank with the most operations, the first of several.
         imbalance: its operations over the mean of all ranks; 1.0 is even, p is all on one rank.
     """
 
-    world_size: int
     largest_rank: int
     imbalance: float
-
-    @property
-    def speed_up_bound(self) -> float:
-        """How many times as fast as one rank all can be at most: p / imbalance."""
-        return self.world_size / self.imbalance
 
 
 def traffic(rank: RankPlan, size: TensorSize) -> Traffic:
@@ -112,7 +104,7 @@ def flops(rank: RankPlan, size: TensorSize) -> int:
     return 4 * size.batch * size.head_dim * rank.pairs
 
 
-def flops_by_rank(plan: PlanSpec, size: TensorSize) -> list[int]:
+def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
     """`flops` of every rank, counted without planning them: quick for thousands of ranks.
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
@@ -127,13 +119,12 @@ def balance(flops: Sequence[int]) -> Balance:
     """How evenly `flops`, one figure per rank, are dealt; even if they are all 0."""
     largest = max(flops)
     return Balance(
-        world_size=len(flops),
         largest_rank=flops.index(largest),
         imbalance=largest * len(flops) / sum(flops) if largest else 1.0,
     )
 
 
-def _pairs_before(plan: PlanSpec, position: int) -> int:
+def _pairs_before(plan: AttentionPlan, position: int) -> int:
     """(query, key) pairs of the queries before `position`, over all KV heads."""
     pairs = 0
     for start, stop in pairwise(plan.documents):

@@ -9,7 +9,8 @@ and only one segment can span it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress, pairwise
@@ -42,34 +43,19 @@ def intersect(a: range, b: range) -> range:
     return range(low + (common - low) % step, min(a.stop, b.stop), step)
 
 
-def union_size(progressions: Sequence[range]) -> int:
+def union_size(progressions: Iterable[range]) -> int:
     """Size of the union of progressions.
 
-    Each progression adds its own size less what the earlier ones already hold of it. Segments of a
-    pattern that share a border overlap in nested progressions, which are dropped at once, so the
-    recursion stays shallow.
+    Each progression adds its own size less the rows that larger ones share with it. Those of nested
+    ones are the same, and a set drops them: the recursion stays shallow.
     """
     total = 0
-    for index, progression in enumerate(progressions):
-        if not progression:
-            continue
-        shared = [s for p in progressions[:index] if (s := intersect(progression, p))]
-        total += len(progression) - (union_size(_maximal(shared)) if shared else 0)
+    larger: list[range] = []
+    for progression in sorted({*progressions}, key=len, reverse=True):
+        shared = [s for p in larger if (s := intersect(progression, p))]
+        total += len(progression) - (union_size(shared) if shared else 0)
+        larger.append(progression)
     return total
-
-
-def _maximal(progressions: list[range]) -> list[range]:
-    """Drop every progression that another one contains."""
-    kept: list[range] = []
-    for p in sorted(progressions, key=len, reverse=True):
-        if not any(
-            p.step % q.step == 0
-            and (p[0] - q.start) % q.step == 0
-            and q[0] <= p[0] <= p[-1] <= q[-1]
-            for q in kept
-        ):
-            kept.append(p)
-    return kept
 
 
 class Rows(NamedTuple):
@@ -405,22 +391,60 @@ def join_runs(
         and (link.queries.start - link.keys.stop) % rate == 0
     }
     found: list[OwnRun] = []
-    joined: list[range] = []  # local rows
+    whole: dict[int, int] = {}  # from the first row of a run to that of the run it is joined to
     for run in runs:
         last = found[-1] if found else OwnRun(0, 0, 0, 0)
-        goes_on = run.local in borders and last.local + last.size == run.local
-        if not goes_on or run.copies > 1:
+        if run.local in borders and run.copies == 1 and last.local + last.size == run.local:
+            whole[run.local] = last.local
+            found[-1] = last._replace(size=last.size + run.size)
+        else:
             found.append(run)
-            continue
-        found[-1] = last._replace(size=last.size + run.size)
-        rows = range(last.local, run.local + run.size)
-        joined = [*(x for x in joined if x.start != rows.start), rows]
 
-    def is_joined(link: Link) -> bool:
-        first = [part.local_row(max(part.start, link.start)) for part in (link.queries, link.keys)]
-        return any(all(row in rows for row in first) for rows in joined)
+    def run_of(link: Link, part: Part) -> int:
+        first = part.local_row(max(part.start, link.start))
+        return whole.get(first, first)
 
-    return found, [link for link in links if not is_joined(link)]
+    return found, [x for x in links if run_of(x, x.queries) != run_of(x, x.keys)]
+
+
+def join_links(links: Iterable[Link], rates: Sequence[int]) -> list[Link]:
+    """Make one part of parts that are seen by the same queries, or see the same keys.
+
+    Within a segment all queries of a link see all its keys, so parts whose local rows go on at the
+    dilation rate are one, whatever lies between. Fewer and larger tiles, and runs of messages:
+    fewer results to merge, gradients to add and kernels to start.
+    """
+    segments: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for link in links:
+        segments[link.branch, link.start].append(link)
+    found: list[Link] = []
+    for (branch, _), alike in segments.items():
+        of_keys: dict[Part, set[Part]] = defaultdict(set)
+        of_queries: dict[Part, set[Part]] = defaultdict(set)
+        for link in alike:
+            of_keys[link.keys].add(link.queries)
+            of_queries[link.queries].add(link.keys)
+        keys, queries = (_joined(x, rates[branch], alike[0].stop) for x in (of_keys, of_queries))
+        pairs = dict.fromkeys((keys[link.keys], queries[link.queries]) for link in alike)
+        found += [alike[0]._replace(keys=k, queries=q) for k, q in pairs]
+    return found
+
+
+def _joined(linked: Mapping[Part, set[Part]], rate: int, segment_stop: int) -> dict[Part, Part]:
+    """Parts of a segment and the part each is joined into, numbered as if nothing lay between."""
+    found: dict[Part, Part] = {}
+    run: list[Part] = []
+    for part in sorted(linked):
+        if run and not (
+            linked[run[-1]] == linked[part]
+            and run[-1].local_row(run[-1].stop) == part.local
+            and (part.start - run[-1].stop) % rate == 0
+        ):
+            run = []
+        run.append(part)
+        stop = run[0].start + sum(min(x.stop, segment_stop) - x.start for x in run)
+        found.update(dict.fromkeys(run, run[0]._replace(stop=stop)))
+    return found
 
 
 def own_segments(part: Part, length: int | None) -> Iterator[tuple[int, int, int]]:

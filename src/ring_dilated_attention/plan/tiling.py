@@ -1,18 +1,16 @@
 """From links and runs to tiles and messages: rows as evenly spaced local rows, heads batched.
 
-`group_tiles` joins tiles of links between different parts where they make one, and puts them into
-few groups. `own_ranges` are the rows that a rank computes row by row, in place of tiles.
+`own_ranges` are the rows that a rank computes row by row, in place of tiles.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby
-from itertools import count as count_from
+from itertools import accumulate
 from operator import xor
 from typing import NamedTuple
 
@@ -127,9 +125,12 @@ class Tiling:
         """
         rate = self.pattern.dilation_rates[branch]
         tiles: list[Tile] = []
-        alike: dict[tuple[int, int], list[OwnRun]] = {}
+        # By phase and size of the smallest run with the same tiles, but for their lengths: with a
+        # whole rate less, all offsets have a row less. No function call for each of many documents.
+        alike: dict[tuple[int, int], list[OwnRun]] = defaultdict(list)
         for run in runs:
-            alike.setdefault(_kind(run, rate), []).append(run)
+            size, phase, _, _ = run
+            alike[phase % rate, size if size < rate else rate + size % rate].append(run)
         packed: dict[tuple[range, int], tuple[list[int], list[int]]] = {}
         for kind, own in alike.items():
             single = [run for run in own if run.copies == 1]
@@ -155,80 +156,61 @@ class Tiling:
                 tiles.extend(found.tiles())
         return TileGroup(tuple(tiles), tuple(many)) if tiles or many else None
 
-    def _entries(self, links: Iterable[Link]) -> Iterator[tuple[Link, list[tuple[int, range]]]]:
-        """Per (branch, segment, part of the sender), the (head, positions) that queries need."""
-        shared: dict[tuple[int, int, int], list[Link]] = {}
-        for link in links:
-            shared.setdefault(link.message_entry, []).append(link)
-        for _, group in sorted(shared.items()):
-            needed = []
-            for head, offset in self.heads[group[0].branch]:
-                keys = self._rows(group[0], group[0].keys, offset)
-                if keys and any(self._rows(link, link.queries, offset) for link in group):
-                    needed.append((head, keys))
-            if needed:
-                yield group[0], needed
-
     def message(
-        self, sender: int, receiver: int, links: Sequence[Link]
+        self, sender: int, receiver: int, links: Iterable[Link]
     ) -> tuple[Message | None, dict[tuple[int, int, int], dict[int, int]]]:
         """The message of these links, and the first slot of each entry and head in it."""
         runs: list[Run] = []
-        first_slots: dict[tuple[int, int, int], dict[int, int]] = {}
         slots = 0
-        for entries in self._chains(links):
-            first, last = entries[0][1], entries[-1][1]
-            rate = self.pattern.dilation_rates[entries[0][0].branch]
-            whole = [
-                a._replace(key_count=(b.key - a.key) // rate + b.key_count)
-                for a, b in zip(first, last, strict=True)
+        first_slots: dict[tuple[int, int, int], dict[int, int]] = {}
+        by_head: dict[int, list[range]] = defaultdict(list)  # local rows of the sender
+        entries: dict[tuple[int, int, int], list[Link]] = defaultdict(list)
+        for link in links:
+            entries[link.message_entry].append(link)
+        for entry, alike in sorted(entries.items()):
+            keys, rate = alike[0].keys, self.pattern.dilation_rates[entry[0]]
+            heads = [
+                _HeadRows(head, 0, 0, keys.local_row(found[0]), len(found))
+                for head, offset in self.heads[entry[0]]
+                if (found := self._rows(alike[0], keys, offset))
+                and any(self._rows(link, link.queries, offset) for link in alike)
             ]
-            starts: dict[int, int] = {}
-            for run in _fewest_runs(whole, sorted(whole, key=lambda rows: rows.key)):
+            starts = first_slots[entry] = {}
+            for run in _fewest_runs(heads, sorted(heads, key=lambda rows: rows.key)):
                 rows = Rows(run[0].key, run[0].key_count, rate, _step(run).key)
                 runs.append(Run(_heads(run), rows, slots))
-                for head in runs[-1].heads:
+                for head, _, _, key, count in run:
+                    by_head[head].append(range(key, key + count * rate, rate))
                     starts[head] = slots
-                    slots += rows.length
-            for link, heads in entries:
-                first_slots[link.message_entry] = {
-                    own.head: starts[own.head] + (own.key - begin.key) // rate
-                    for begin, own in zip(first, heads, strict=True)
-                }
+                    slots += count
         if not runs:
             return None, first_slots
-        of_parts = Counter(start for _, start, _ in {link.message_entry for link in links})
-        # Only entries of the same part can share rows.
-        distinct = slots if of_parts.most_common(1)[0][1] == 1 else self._count(links)
+        # Only entries of different branches can share rows.
+        shares = len({branch for branch, _, _ in entries}) > 1
+        distinct = sum(map(union_size, by_head.values())) if shares else slots
         return Message(sender, receiver, tuple(runs), slots, distinct), first_slots
 
-    def _count(self, links: Iterable[Link]) -> int:
-        """Distinct (row, head) pairs in the message of these links."""
-        by_head: dict[int, list[range]] = {}
-        for _, needed in self._entries(links):
-            for head, keys in needed:
-                by_head.setdefault(head, []).append(keys)
-        return sum(map(union_size, by_head.values()))
+    def groups(
+        self, links: Sequence[Link], slots: Mapping[tuple[int, int, int], Mapping[int, int]] | None
+    ) -> tuple[TileGroup, ...]:
+        """The tiles of links between different parts, in few groups.
 
-    def _chains(self, links: Iterable[Link]) -> Iterator[list[tuple[Link, list[_HeadRows]]]]:
-        """The entries of a message, those together whose rows go on where the last ones end."""
-        chain: list[tuple[Link, list[_HeadRows]]] = []
-        for link, needed in self._entries(links):
-            rate = self.pattern.dilation_rates[link.branch]
-            heads = [
-                _HeadRows(head, 0, 0, link.keys.local_row(keys[0]), len(keys))
-                for head, keys in needed
-            ]
-            if chain and (
-                chain[-1][0].branch != link.branch
-                or [x._replace(key=x.key + rate * x.key_count, key_count=0) for x in chain[-1][1]]
-                != [x._replace(key_count=0) for x in heads]
-            ):
-                yield chain
-                chain = []
-            chain.append((link, heads))
-        if chain:
-            yield chain
+        Tiles of a group share no row, so where m parts see m parts it takes m groups, not m * m:
+        the i-th sees the j-th in group j - i mod m. Evenly spaced parts then make evenly spaced
+        tiles. `slots`: of a message, see `message`; None: the keys are local rows.
+        """
+        queries, keys = (
+            {start: number for number, start in enumerate(dict.fromkeys(starts))}
+            for starts in ([x.queries.start for x in links], [x.keys.start for x in links])
+        )
+        most = max(len(queries), len(keys))
+        found: dict[tuple[int, int], list[Tile]] = {}
+        for link in links:
+            of_heads = None if slots is None else slots.get(link.message_entry, {})
+            if tiles := [*self.tiles(link, slots=of_heads)]:
+                place = keys[link.keys.start] - queries[link.queries.start]
+                found.setdefault((link.branch, place % most), []).extend(tiles)
+        return tuple(TileGroup(tuple(tiles)) for tiles in found.values())
 
 
 @lru_cache(maxsize=4096)
@@ -236,12 +218,6 @@ def _twins(tiling: Tiling, branch: int, phase: int, count: int) -> tuple[Tile, .
     """The tiles of `count` local rows, `phase` positions behind the start of their segment."""
     part = Part(phase, phase + count, 0, 0, 0, phase + count)
     return tuple(tiling.tiles(Link(branch, part, part, 0, phase + count)))
-
-
-def _kind(run: OwnRun, rate: int) -> tuple[int, int]:
-    """Phase and size of the smallest run with the same tiles, but for their lengths."""
-    # With a whole rate less, all offsets have a row less.
-    return run.phase % rate, run.size if run.size < rate else rate + run.size % rate
 
 
 def _fewest_runs(*orders: Sequence[_HeadRows]) -> list[list[_HeadRows]]:
@@ -276,72 +252,6 @@ def _step(run: Sequence[_HeadRows]) -> _HeadRows:
 
 def _heads(run: Sequence[_HeadRows]) -> range:
     return range(run[0].head, run[-1].head + 1, max(_step(run).head, 1))
-
-
-def group_tiles(linked: Iterable[tuple[Link, Sequence[Tile]]]) -> tuple[TileGroup, ...]:
-    """The tiles of links between different parts, in few groups.
-
-    Tiles of a group share no row, so where m parts see m parts it takes m groups, not m * m: the
-    i-th sees the j-th in group j - i mod m. Evenly spaced parts then make evenly spaced tiles.
-    """
-    joined = _join_tiles(linked)
-    every = [link for links, _ in joined for link in links]
-    queries, keys = (
-        {start: number for number, start in enumerate(dict.fromkeys(starts))}
-        for starts in ([link.queries.start for link in every], [link.keys.start for link in every])
-    )
-    most = max(len(queries), len(keys))
-    groups: dict[tuple[int, int], tuple[set[int], set[int], list[Tile]]] = {}
-    for links, tiles in joined:
-        if not tiles:
-            continue
-        own, other = {link.queries.start for link in links}, {link.keys.start for link in links}
-        first = keys[links[0].keys.start] - queries[links[0].queries.start]
-        for place in chain(((first + i) % most for i in range(most)), count_from(most)):
-            taken = groups.setdefault((links[0].branch, place), (set(), set(), []))
-            if taken[0].isdisjoint(own) and taken[1].isdisjoint(other):
-                break
-        taken[0].update(own)
-        taken[1].update(other)
-        taken[2].extend(tiles)
-    return tuple(TileGroup(tuple(tiles)) for _, _, tiles in groups.values())
-
-
-def _join_tiles(
-    linked: Iterable[tuple[Link, Sequence[Tile]]],
-) -> list[tuple[list[Link], list[Tile]]]:
-    """Join neighbours that make one block: the same keys and queries that go on, or vice versa.
-
-    Fewer and larger tiles: fewer results to merge, gradients to add and kernels to start.
-    """
-    joined: list[tuple[list[Link], list[Tile]]] = []
-    for link, group in linked:
-        joined.append(([link], list(group)))
-        while len(joined) > 1:
-            (links, a), (more, b) = joined[-2:]
-            both = [_join(x, y) for x, y in zip(a, b, strict=False)]
-            together = [tile for tile in both if tile is not None]
-            if not len(a) == len(b) == len(together):
-                break
-            joined[-2:] = [(links + more, together)]
-    return joined
-
-
-def _join(a: Tile, b: Tile) -> Tile | None:
-    """The tile that is the union of two; None where they are no rectangle together."""
-    if a._replace(queries=b.queries, keys=b.keys) != b or a.is_causal or a.segments > 1:
-        return None
-    if a.keys == b.keys and _goes_on(a.queries, b.queries):
-        longer = a.queries._replace(length=a.queries.length + b.queries.length)
-        return a._replace(queries=longer)
-    if a.queries == b.queries and _goes_on(a.keys, b.keys):
-        return a._replace(keys=a.keys._replace(length=a.keys.length + b.keys.length))
-    return None
-
-
-def _goes_on(a: Rows, b: Rows) -> bool:
-    """Whether rows `b` go on where rows `a` end."""
-    return a._replace(start=a.start + a.length * a.stride, length=b.length) == b
 
 
 class OwnRange(NamedTuple):
@@ -455,11 +365,7 @@ def zero_key_groups(
         return ()
     groups = (
         tuple(
-            tile
-            for part in parts
-            for tile in _zero_key_tiles(
-                tiling, branch, part, None if chosen is None else chosen.get(branch)
-            )
+            _zero_key_tiles(tiling, branch, parts, None if chosen is None else chosen.get(branch))
         )
         for branch in range(len(tiling.heads))
     )
@@ -467,25 +373,23 @@ def zero_key_groups(
 
 
 def _zero_key_tiles(
-    tiling: Tiling, branch: int, part: Part, left_out: FlaggedRows | None
+    tiling: Tiling, branch: int, parts: Sequence[Part], left_out: FlaggedRows | None
 ) -> Iterator[Tile]:
     length, rate = tiling.pattern.branches[branch]
-    w = part.segment_length(length)
-    full = -(-w // rate)
-    for start, stop, count in own_segments(part, length):
-        size, first_row = stop - start, part.local_row(max(start, part.start))
-        if full * rate == size or (left_out is not None and left_out.has(first_row)):
-            continue  # as all full segments of a length that the rate divides
-        missing = {head: full - len(range(o, size, rate)) for head, o in tiling.heads[branch]}
-        for tile in tiling.tiles(Link(branch, part, part, start, stop), segments=count):
-            # Heads of a tile have as many rows in the part, but not always in the segment.
-            first, rows = 0, tile.queries
-            for zeros, alike in groupby([missing[head] for head in tile.heads]):
-                heads = len(list(alike))
-                if zeros:
-                    yield tile._replace(
-                        heads=tile.heads[first : first + heads],
-                        queries=rows._replace(start=rows.start + first * rows.head_stride),
-                        keys=Rows(0, zeros, 0, 0),
-                    )
-                first += heads
+    by_offset: dict[int, list[int]] = defaultdict(list)  # evenly spaced heads
+    for head, offset in tiling.heads[branch]:
+        by_offset[offset].append(head)
+    for part in parts:
+        full = -(-part.segment_length(length) // rate)
+        for start, stop, count in own_segments(part, length):
+            size, first_row = stop - start, part.local_row(max(start, part.start))
+            if full * rate == size or (left_out is not None and left_out.has(first_row)):
+                continue  # as all full segments of a length that the rate divides
+            for offset, heads in by_offset.items():
+                missing = full - len(range(offset, size, rate))
+                rows = dilated_rows(start, stop, offset, rate, part.start, part.stop)
+                if missing and rows:
+                    step = heads[1] - heads[0] if len(heads) > 1 else 1
+                    queries = Rows(part.local_row(rows[0]), len(rows), rate, 0, size)
+                    of_heads = range(heads[0], heads[-1] + 1, step)
+                    yield Tile(branch, of_heads, count, False, queries, Rows(0, missing, 0, 0))

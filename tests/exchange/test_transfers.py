@@ -1,5 +1,6 @@
 """Rows and agreements over gloo, and of threads."""
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
@@ -11,7 +12,6 @@ from ring_dilated_attention.checks import run_ranks
 from ring_dilated_attention.exchange import (
     ExchangeError,
     ProcessGroupExchange,
-    Shared,
     SoloExchange,
     agree,
     all_gather,
@@ -52,11 +52,6 @@ def collectives(ends):
     """Agreements and shared objects, small and of megabytes."""
     found = [ends.share("y" * (size * (ends.rank + 1))) for size in (0, 1, 70_000, 1_000_000)]
     assert [len(x) for x in found[3]] == [1_000_000 * (r + 1) for r in range(ends.world_size)]
-    assert ends.maximum([ends.rank, -ends.rank, -(2**62)], CPU) == [
-        ends.world_size - 1,
-        0,
-        -(2**62),
-    ]
     with ends.calls.enter("test", "rows") as scope:
         settle(scope, ends, CPU)
         own = torch.full((ends.rank + 1, 2), float(ends.rank))
@@ -180,9 +175,20 @@ def test_a_rank_that_fails_alone_ends_the_others():
         )
 
 
-def test_shared_arguments():
-    assert Shared.of({"x": 1}) == Shared.of({"x": 1})
-    assert Shared.of({"x": 1}).digest != Shared.of({"x": 1}, counted={"step": 2}).digest
+def test_two_threads_of_a_rank():
+    """Their calls are in no order: the second one raises, and the others hear of it."""
+
+    def rank(ends):
+        with ends.calls.enter("f", "forward") as scope:
+            settle(scope, ends, CPU)
+            if ends.rank == 0:
+                ends.start(None, (1, torch.empty(1))).wait()
+            with ThreadPoolExecutor(1, "user") as pool:
+                pool.submit(ends.calls.enter, "g", "forward").result()
+
+    for said in run_loopback(2, lambda ends: error_of(lambda: rank(ends))):
+        assert "on rank 1, threads 'ThreadPoolExecutor" in said
+        assert "and 'user_0' both use a group" in said
 
 
 @pytest.mark.parametrize(

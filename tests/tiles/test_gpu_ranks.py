@@ -145,7 +145,7 @@ def many_transfers(rank, world_size):
     """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
     exchange = ProcessGroupExchange(world())
     device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
-    exchange.maximum([0], device)
+    exchange.prepare(device)
     sizes = [1, 63, 4096, 2**20 + 1, 2**24, 5 * 2**23]
 
     def message(nbytes, *seed):

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
 from typing import TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -191,7 +190,7 @@ process on its own."""
 _OWN = "exchange "
 """Prefix of the names of `Exchange` objects that callers have made."""
 
-_MEMBERS = ("rank", "world_size", "calls", "start", "begin", "maximum", "share")
+_MEMBERS = ("rank", "world_size", "calls", "start", "begin", "share")
 """The members by which an `Exchange` is recognised."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
@@ -307,16 +306,10 @@ def place_in(group: Group) -> tuple[int, int]:
 
 def _refuse_a_missing_group() -> None:
     """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
-    ranks = ranks_of_launcher()
+    ranks = os.environ.get("WORLD_SIZE", "1")  # as torchrun sets it
     if ranks != "1" and not dist.is_initialized():
         raise ValueError(
             f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
             "initialized: call init_process_group first, then pass a group; a rank that is to "
             "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
         )
-
-
-@lru_cache(maxsize=1)
-def ranks_of_launcher() -> str:
-    """The number of ranks that a launcher such as torchrun says there are, ``"1"`` without one."""
-    return os.environ.get("WORLD_SIZE", "1")

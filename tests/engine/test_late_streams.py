@@ -107,16 +107,15 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
     return max(errors), sum(x.queued for x in streams)
 
 
-@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 @pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
+def test_additions_that_are_late(name, round_pairs, gathers, monkeypatch):
     if round_pairs is not None:
         set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
-    for number, flops in enumerate((0.0, 0.0, 2e3, 2e3)):
-        monkeypatch.setattr(compute, "LONG_FLOPS", flops)
+    for number, backend in enumerate((EAGER, INTO, INTO, EAGER)):
+        monkeypatch.setattr(compute, "LONG_FLOPS", (0.0, 2e3)[number // 2])
         how = {"early": (0.0, 0.3)[number % 2], "workspace": (None, 0.3)[number // 2]}
         error, queued = check(case, Selection(backend), seed=number, gathers=gathers, **how)
         assert error < FLOAT64
@@ -194,21 +193,6 @@ def launches(monkeypatch):
     for name in ("tiles_forward", "tiles_backward", "ranges_forward", "ranges_backward"):
         monkeypatch.setattr(kernels, name, locked(name, getattr(kernels, name)))
     return found
-
-
-@needs_interpreter
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", FEW_FLOPS)
-def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
-    """Small tiles share a launch, which adds to what additions of large ones are under way to."""
-    pattern, layout, options = CASES[name]
-    case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
-    shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
-    error, queued = check(case, shares, seed=0)
-    assert error < FLOAT32
-    assert queued > layout.world_size
-    assert len(launches) >= 2 * layout.world_size
 
 
 @needs_interpreter

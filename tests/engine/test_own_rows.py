@@ -24,12 +24,10 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import reference_attention
-from ring_dilated_attention.engine import RingCall, TileCall, executor, own_rows
+from ring_dilated_attention.engine import TileCall, executor, own_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.own_programs import (
-    MOST_POSITIONS,
     build_programs,
-    launches_of,
 )
 from ring_dilated_attention.plan import OwnRange
 from ring_dilated_attention.resolve import forget_plans
@@ -230,48 +228,6 @@ def test_one_plan_in_many_layouts():
         assert_close(results[0], results[1], (name, scale))
 
 
-def test_launches_are_cut_where_rates_have_little_in_common():
-    plan = plan_attention(
-        DilatedPattern([None, None, None], [1, 7, 11]),
-        SequenceLayout.contiguous(200, 1),
-        is_causal=False,
-    )
-    work = plan.rank(0).own_work(lambda branch, runs: [True] * len(runs))
-    branches = [(MOST_POSITIONS, rate) for rate in (1, 7, 11)]
-    assert [x[0].branches for x in launches_of(work.ranges, branches, 64)] == [0b1, 0b10, 0b100]
-    assert [x[0].branches for x in launches_of(work.ranges, branches, 16)] == [0b11, 0b100]
-    assert not work.groups
-
-
-def test_large_branches_go_by_themselves(monkeypatch):
-    """A branch's full segments by a kernel call, its last one and the other branches row by row."""
-    q, k, v, dout = (torch.randn(1, 53, 4, 16, device=DEVICE) for _ in range(4))
-    wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    runs: list[Any] = []
-    forward = own_rows.forward_own
-
-    def count(launch, *arguments):
-        runs.append(launch.ranges)
-        forward(launch, *arguments)
-
-    monkeypatch.setattr(executor, "forward_own", count)
-    limits = (Limits(4 * 16 * 4 * 2 * 12**2),)
-    monkeypatch.setattr(SELECT, lambda *_: Selection(EAGER, limits))
-    functions: list[Any] = [dilated_attention, detached_dilated_attention]
-    for attend in functions:
-        out, lse = attend(*leaves, GIGAPATH, return_lse=True)
-        got = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
-        with monkeypatch.context() as plain:
-            plain.setattr(SELECT, lambda *_: Selection(EAGER))
-            out, lse = attend(*wide, GIGAPATH, return_lse=True)
-            want = [out.detach(), lse, *torch.autograd.grad(out, wide, dout.double().cpu())]
-        assert_close([x.cpu() for x in got], want, attend)
-    every = [each for ranges in runs for each in ranges]
-    assert {each.low for each in every if each.branches & 1} == {48}
-    assert {each.branches | 1 for each in every} == {0b1, 0b111}
-
-
 def shards_of(dice, length, ranks):
     """A layout of several ranges on each rank, in any order."""
     cuts = sorted(dice.sample(range(1, length), min(length - 1, dice.randint(ranks, 5))))
@@ -282,7 +238,7 @@ def shards_of(dice, length, ranks):
 
 @pytest.mark.parametrize("first", range(4))
 def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
-    """Each rank computes row by row what it holds all of, and of segments that it shares."""
+    """Row by row what a rank holds all of, and of segments that it shares; larger cells by tile."""
     monkeypatch.setattr(own_rows, "FEWEST_ROWS", 0)
     one_at_a_time, launched = threading.Lock(), [0]  # the interpreter is not for threads
 
@@ -308,7 +264,7 @@ def check_on_ranks(seed, monkeypatch):
     dice, case = random.Random(seed), Draw(seed)
     case.length, case.layout = case.length + 6, None
     case.documents = dice.choice([None, [0, case.length // 3, case.length]])
-    ranks = dice.choice([2, 3])
+    ranks = dice.choice([1, 2, 3])
     layout, exchange = shards_of(dice, case.length, ranks), dice.choice(["ring", "gather"])
     torch.manual_seed(seed)
     *whole, dout = case.tensors()
@@ -330,43 +286,6 @@ def check_on_ranks(seed, monkeypatch):
     return limit
 
 
-def test_a_few_short_cells_get_no_launch_of_their_own():
-    call = TileCall(ALL_BY_ROWS, 1.0, 1, 1)
-    for documents, few in (([0, 5, 2000], True), (list(range(0, 2001, 5)), False)):
-        one = plan_attention(
-            GIGAPATH,
-            SequenceLayout.contiguous(2000, 1),
-            is_causal=False,
-            num_heads=4,
-            documents=documents,
-        ).rank(0)
-        schedule = own_rows.own_schedule(one, call, 16)
-        left = (*schedule.covering, *schedule.others, *schedule.zero_keys)
-        assert (not left) == few
-
-
-@pytest.mark.parametrize(
-    ("factor", "documents"), [(0.99, None), (1.01, None), (0.99, [0, 70, 160])]
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_short_calls_have_limits_of_their_own(is_causal, factor, documents):
-    """A call is short by its operations of forward, over all branches; or it is of documents."""
-    pattern = replace(GIGAPATH, zero_keys=not is_causal)
-    layout = SequenceLayout.contiguous(160, 1)
-    one = plan_attention(pattern, layout, is_causal=is_causal, num_heads=4).rank(0)
-    total = 4 * 16 * one.own_pairs
-    assert total == pytest.approx(4 * 16 * one.pairs, rel=0.05)
-    short, long = Limits(5e5), Limits(4e4, least=total * factor)
-    if documents is not None:
-        one = plan_attention(
-            pattern, layout, is_causal=is_causal, num_heads=4, documents=documents
-        ).rank(0)
-    exchange: Any = None
-    call = RingCall(one, exchange, Selection(EAGER, (short, long)), 1.0, False)
-    limits = call.prepared(torch.empty(1, 160, 4, 16)).tile_call.limits
-    assert limits == (long if factor < 1 and documents is None else short)
-
-
 @pytest.mark.parametrize("head_dim", [40, 48, 80])
 def test_head_dims_of_two_parts(head_dim, monkeypatch):
     """A power of two and a tail, which may be padded: in all three kernels, whatever the table."""
@@ -380,16 +299,3 @@ def test_head_dims_of_two_parts(head_dim, monkeypatch):
     vars(case).update(pattern=GIGAPATH, is_causal=False, detached=head_dim == 40, scale=-0.2)
     vars(case).update(documents=None, layout=None, **sizes)
     check(case)
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_tables_start_where_no_kernel_is_compiled_anew(heads):
-    """At multiples of 16 bytes, whatever their lengths."""
-    pattern = DilatedPattern([12, 29, None], [1, 2, 3])
-    for length in range(40, 60):
-        layout = SequenceLayout.contiguous(length, 1)
-        one = plan_attention(pattern, layout, is_causal=False, num_heads=heads).rank(0)
-        for launch in own_rows.own_schedule(one, TileCall(ALL_BY_ROWS, 1.0, 1, 1), 16).launches:
-            tables = launch.programs(16, torch.device("cpu")).tensors
-            assert not any(x.data_ptr() % 16 for x in tables)
-            assert all(x.dtype == torch.int32 and x.is_contiguous() for x in tables)

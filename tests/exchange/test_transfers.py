@@ -23,22 +23,29 @@ from ring_dilated_attention.exchange import (
 CPU = torch.device("cpu")
 
 
-def many_transfers(ends, repeats=40):
-    """Messages of all sizes, several in flight; how many arrived broken."""
+def many_transfers(ends, repeats=40, device=CPU):
+    """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
     rank, world_size, broken = ends.rank, ends.world_size, 0
     for repeat in range(repeats):
         random, flights = Random(repeat), []  # alike on all ranks
         with ends.calls.enter("test", "rows") as scope:
-            settle(scope, ends, CPU, later=True)
+            settle(scope, ends, device, later=True)
             for number in range(random.randrange(1, 5)):
                 step = random.randrange(1, world_size)
                 sizes = [random.choice([None, 1, 1000, 300_000]) for _ in range(world_size)]
+                if device.type == "cuda" and (repeat + number + rank) % 3 == 0:
+                    torch.cuda._sleep(2_000_000)  # about 1 ms
                 to, source = (rank + step) % world_size, (rank - step) % world_size
                 send = receive = None
                 if sizes[rank] is not None:
-                    send = to, torch.full((sizes[rank],), 100.0 * repeat + 10 * number + rank)
+                    send = (
+                        to,
+                        torch.full(
+                            (sizes[rank],), 100.0 * repeat + 10 * number + rank, device=device
+                        ),
+                    )
                 if sizes[source] is not None:
-                    receive = source, torch.full((sizes[source],), -1.0)
+                    receive = source, torch.full((sizes[source],), -1.0, device=device)
                 flights.append((number, source, receive, ends.start(send, receive)))
                 del send  # the transfer keeps it
             for number, source, receive, pending in flights:
@@ -133,6 +140,16 @@ def test_gloo():
     check_disagreements([said for said, _ in found])
     for _, broken in found:
         assert not any(broken)
+
+
+def run_on_gpus(rank, world_size):
+    return many_transfers(ProcessGroupExchange(world()), 100, torch.device("cuda", rank))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl():
+    assert not any(run_ranks(run_on_gpus, torch.cuda.device_count(), backend="nccl"))
 
 
 def test_loopback():

@@ -141,47 +141,6 @@ def test_subgroups():
         assert not failures(cases_of(ranks), outcomes)
 
 
-def many_transfers(rank, world_size):
-    """Messages of all sizes, several in flight, ranks ahead of others; how many arrived broken."""
-    exchange = ProcessGroupExchange(world())
-    device, own, broken = torch.device("cuda", rank), Random(-1 - rank), []
-    exchange.prepare(device)
-    sizes = [1, 63, 4096, 2**20 + 1, 2**24, 5 * 2**23]
-
-    def message(nbytes, *seed):
-        generator = torch.Generator(device).manual_seed(hash(seed))
-        return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device=device)
-
-    for repeat in range(100):
-        random = Random(repeat)  # alike on all ranks
-        flights = []
-        for number in range(random.randrange(1, 5)):
-            step = random.randrange(1, world_size)
-            # By sender; None: nothing is sent.
-            by_rank = [random.choice([None, *sizes]) for _ in range(world_size)]
-            to, source = (rank + step) % world_size, (rank - step) % world_size
-            send = receive = None
-            if own.random() < 0.3:
-                torch.cuda._sleep(own.randrange(3_000_000))  # up to 2 ms
-            if by_rank[rank] is not None:
-                send = to, message(by_rank[rank], repeat, number, rank)
-            if by_rank[source] is not None:
-                receive = source, torch.zeros(by_rank[source], dtype=torch.uint8, device=device)
-            flights.append((number, source, receive, exchange.start(send, receive)))
-            del send  # the transfer keeps it
-        for number, source, receive, pending in flights:
-            pending.wait()
-            if receive is not None:
-                want = message(receive[1].numel(), repeat, number, source)
-                broken.append((receive[1] != want).any())
-    return int(torch.stack(broken).sum())
-
-
-def test_transfers():
-    world_size = torch.cuda.device_count()
-    assert not any(run_ranks(many_transfers, world_size, backend="nccl"))
-
-
 def held_bytes(device):
     """Bytes that calls left behind.
 

@@ -33,25 +33,21 @@ def many_transfers(ends, repeats=40, device=CPU):
             for number in range(random.randrange(1, 5)):
                 step = random.randrange(1, world_size)
                 sizes = [random.choice([None, 1, 1000, 300_000]) for _ in range(world_size)]
-                if device.type == "cuda" and (repeat + number + rank) % 3 == 0:
-                    torch.cuda._sleep(2_000_000)  # about 1 ms
                 to, source = (rank + step) % world_size, (rank - step) % world_size
                 send = receive = None
+                if device.type == "cuda" and (repeat + number + rank) % 3 == 0:
+                    torch.cuda._sleep(2_000_000)  # about 1 ms
+                sent, wanted = (100.0 * repeat + 10 * number + x for x in (rank, source))
                 if sizes[rank] is not None:
-                    send = (
-                        to,
-                        torch.full(
-                            (sizes[rank],), 100.0 * repeat + 10 * number + rank, device=device
-                        ),
-                    )
+                    send = to, torch.full((sizes[rank],), sent, device=device)
                 if sizes[source] is not None:
                     receive = source, torch.full((sizes[source],), -1.0, device=device)
-                flights.append((number, source, receive, ends.start(send, receive)))
+                flights.append((wanted, receive, ends.start(send, receive)))
                 del send  # the transfer keeps it
-            for number, source, receive, pending in flights:
+            for wanted, receive, pending in flights:
                 pending.wait()
                 if receive is not None:
-                    broken += bool((receive[1] != 100.0 * repeat + 10 * number + source).any())
+                    broken += bool((receive[1] != wanted).any())
     return broken
 
 

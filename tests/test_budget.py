@@ -2,8 +2,7 @@
 
 import ast
 
-import pytest
-from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
+from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table
 
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
@@ -65,19 +64,3 @@ def test_doors_are_narrow():
     """Each module of integrations is a door of its own; the root is the library's."""
     for room in BUDGET.keys() - {"the root", "integrations"}:
         assert len(door_of(room)) <= DOOR, room
-
-
-@pytest.mark.parametrize(
-    ("path", "room"), [("layout.py", "the root"), ("plan/rank.py", "plan"), ("nn/a/b.py", "nn")]
-)
-def test_room_of(path, room):
-    from support.lines import room_of
-
-    assert room_of(path) == room
-
-
-def test_table_says_what_changed():
-    text = table({"plan": Size(90, 2), "nn": Size(5, 1)}, {"plan": Size(100, 3), "cli": Size(7, 1)})
-    assert f"{'plan':12}      90     2  -10 -1" in text
-    assert text.endswith(f"{'sum':12}      95     3  -12 -1")
-    assert total({"plan": Size(90, 2), "nn": Size(5, 1)}) == Size(95, 3)

@@ -202,21 +202,3 @@ def test_two_threads_of_a_rank():
     for said in run_loopback(2, lambda ends: error_of(lambda: rank(ends))):
         assert "on rank 1, threads 'ThreadPoolExecutor" in said
         assert "and 'user_0' both use a group" in said
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error", "said"),
-    [
-        (True, TypeError, "timeout must be"),
-        (0, ValueError, "> 0"),
-        (float("inf"), ValueError, "> 0"),
-    ],
-)
-def test_timeout(timeout, error, said):
-    def bad():
-        store = dist.HashStore()
-        group = dist.ProcessGroup(store, 0, 1)
-        ProcessGroupExchange(group, timeout=timeout)
-
-    with pytest.raises(error, match=said):
-        bad()

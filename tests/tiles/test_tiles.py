@@ -6,21 +6,17 @@ from typing import get_args
 
 import pytest
 import torch
-from support.simulated_devices import DEVICES, simulated
+from support.simulated_devices import simulated
 from support.tolerances import FLOAT64, assert_close_to
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.kernels import profile_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     BACKENDS,
     Backend,
-    Limits,
     TileGradients,
     TileInputs,
-    backend_named,
-    limits_on,
     sdpa,
     select,
     select_backend,
@@ -104,7 +100,8 @@ def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
     for dtype in (FLOAT16, FLOAT32):
         for backend in ("auto", "sdpa", "efficient"):
             assert name_of(backend, device, dtype, head_dim) == "efficient"
-    for backend in ("cudnn", "flash"):
+    monkeypatch.setattr(select, "has_triton", lambda: True)
+    for backend in ("cudnn", "flash", "triton"):
         with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
             select_backend(backend, device, FLOAT16, min(head_dim, 128))
     with pytest.raises(ValueError, match=r"efficient: it takes bfloat16 from compute capability"):
@@ -113,26 +110,6 @@ def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
     for backend in ("cudnn", "flash", "efficient"):
         for dtype in (FLOAT16, BFLOAT16):
             assert name_of(backend, later, dtype, 64) == backend
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_what_computes_small_tiles(name, monkeypatch):
-    """A device that Triton's kernels are not for has torch's, and no error."""
-    device = simulated(monkeypatch, name)
-    found = profile_of(device)
-    monkeypatch.setattr(select, "AUTO", (backend_named("efficient"),))
-    monkeypatch.setattr(select, "has_triton", lambda: True)
-    chosen = select_backend("auto", device, FLOAT16, 64)
-    assert chosen.backend is backend_named("efficient")
-    if found.capability < (8, 0):
-        assert chosen.limits == (Limits(),)
-        with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
-            select_backend("triton", device, FLOAT16, 64)
-    else:
-        on_h200 = limits_on(ON_H200, 2, 64, keeps_calls=False)
-        for limits, there in zip(chosen.limits, on_h200, strict=True):
-            assert limits == tuple(map(found.flops, there))
-            assert chosen.limits_of(limits.least) is limits
 
 
 def test_the_interpreter_takes_no_bfloat16(monkeypatch):

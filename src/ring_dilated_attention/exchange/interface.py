@@ -82,9 +82,8 @@ class Exchange(Protocol):
         sent_bytes: bytes that `start` has sent so far.
         calls: the calls of the group: transfers and agreements are part of one.
 
-    It may have a `stopwatch` too, which is started where compute waits for transfers in a way that
-    `Pending.wait` does not show; what it returns is called when compute goes on. It may have a
-    `prepare`, which makes what rows on a device travel by, when all ranks have agreed on a call.
+    It may have a `prepare` too, which makes what rows on a device travel by, when all ranks have
+    agreed on a call.
 
     Whatever waits for a rank that has ended, has failed, or does not come in time raises a
     `LostPeerError`, which `Calls` explains.

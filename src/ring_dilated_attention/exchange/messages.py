@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from .calls import LostPeerError
-from .interface import Message, Nothing
+from .interface import Message
 
 T = TypeVar("T")
 
@@ -37,17 +37,13 @@ _ANSWER_S = 2.0
 """Seconds that the store may take to answer; as a rule it lives in the process of a rank."""
 
 
-def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether this is one of torch's groups for dry runs, which have no other ranks."""
-    return dist.get_backend(group) == "fake"
-
-
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Timeout of a group in seconds; that for tensors on the CPU where it takes those."""
-    if is_fake(group):
-        return 0.0
     device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
-    timeout: timedelta = group._get_backend(device).options._timeout
+    options: Any = group._get_backend(device).options
+    if options is None:
+        raise ValueError(f"a {dist.get_backend(group)} group moves no rows: take gloo or NCCL")
+    timeout: timedelta = options._timeout
     return timeout.total_seconds()
 
 
@@ -151,32 +147,6 @@ class Gloo:
         thread.start()
         thread.join(_ANSWER_S)
         return found[0] if found else None
-
-
-class DryRun:
-    """In place of `Gloo` for torch's ``fake`` groups: nobody answers, so all are like this rank.
-
-    Shapes, memory and calls are those of a rank; numbers are not: rows of other ranks are 0.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-
-    def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
-        """See `Exchange.begin`."""
-        return lambda: [(number, data)] * self._world_size
-
-    def transfer(self, send: Message | None, receive: Message | None, number: int) -> Nothing:
-        """See `Exchange.start`."""
-        if receive is not None:
-            receive[1].zero_()
-        return Nothing()
-
-    def leave(self, why: str) -> None:
-        """See `calls.Connection`."""
-
-    def reason(self) -> None:
-        """See `calls.Connection`."""
 
 
 class _Works:

@@ -195,7 +195,7 @@ def test_bench_needs_a_gpu_for_each_rank():
 @pytest.mark.filterwarnings("default")  # flash-attn-4's
 def test_bench_on_cuda():
     case = workload(seq_len=1000, head_dim=64, dtype="float16")
-    settings = Settings(baselines=tuple(BASELINES), device="cuda", repeats=3)
+    settings = Settings(baselines=BASELINES, device="cuda", repeats=3)
     results = bench([case], settings)
     for each in results:
         if each.samples_ms:

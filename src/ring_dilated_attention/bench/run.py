@@ -74,7 +74,7 @@ class Settings:
         for ranks in self.ranks or (0,):
             check_positive_int("ranks", ranks)
         for name in self.baselines:
-            check_choice("baseline", name, tuple(BASELINES))
+            check_choice("baseline", name, BASELINES)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_positive_int("repeats", self.repeats)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention
 from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_counts
-from ring_dilated_attention.cli import app
+from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
 from ring_dilated_attention.named_patterns import NAMES, named
 from ring_dilated_attention.pattern import DilatedPattern
@@ -280,6 +280,12 @@ def test_doctor_prints_the_report_and_ends_with_1_if_a_call_is_wrong(
     failures = doctor.failures(report)
     assert json.loads(file.read_text()) == {"failures": failures, **report}
     assert ("the first is cpu eager float32: wrong" in done.stderr) is bool(failures)
+
+
+def test_json_writes_what_json_lacks_as_null(tmp_path):
+    file = tmp_path / "x.json"
+    common.write_json(file, {"a": [float("nan"), 1.5], "b": {"c": float("inf")}})
+    assert json.loads(file.read_text()) == {"a": [None, 1.5], "b": {"c": None}}
 
 
 def commands() -> dict[str, Any]:

@@ -247,6 +247,19 @@ def test_lse_is_outside_of_autograd_and_double_backward_refused():
         gradient.sum().backward()
 
 
+def test_compiled_functions_call_it_between_graphs_and_autocast_casts_as_for_sdpa():
+    torch._dynamo.reset()
+    query, key, value = (torch.randn(1, n, 2, 8) for n in (3, 20, 20))
+
+    def function(query, key, value):
+        pattern, positions = DilatedPattern.dense(), range(10, 13)
+        return replicated_query_attention(query * 2, key, value, pattern, positions) * 3
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.compile(function, backend="aot_eager")(query, key, value)
+    assert torch.equal(found, function(*(x.bfloat16() for x in (query, key, value))))
+
+
 def call(group=None, **changes):
     arguments = {
         "query": torch.randn(1, 3, 4, 8),

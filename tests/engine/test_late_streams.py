@@ -64,8 +64,6 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
 }
 WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
 """Whether messages are gathered, and for how many pairs heads are computed at a time."""
-FEW_FLOPS = {"one rank": 6e3, "mixed zigzag": 1e3}
-"""Of a tile: some groups of each case have larger ones and smaller ones."""
 HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -198,16 +196,22 @@ def launches(monkeypatch):
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("long_flops", [math.inf, 0.0])
-@pytest.mark.parametrize("name", ["one rank", "slide", "mixed zigzag"])
-def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, monkeypatch):
-    """They go where the results of larger calls are added."""
+@pytest.mark.parametrize(
+    ("name", "kind", "flops"),
+    [
+        *((name, "ranges", 6e3) for name in ("one rank", "slide", "mixed zigzag")),
+        *(("one rank", "tiles", 6e3), ("mixed zigzag", "tiles", 1e3)),
+    ],
+)
+def test_launches_beside_larger_calls(name, kind, flops, long_flops, launches, monkeypatch):
+    """Row by row, or of small tiles: they add to what additions of larger calls write, too."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
-    few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
-    error, _ = check(case, few, seed=0)
+    limits = Limits(own=flops) if kind == "ranges" else Limits(0.0, flops, flops)
+    error, _ = check(case, Selection(EAGER, (limits,)), seed=0)
     assert error < FLOAT32
-    assert {"ranges_forward", "ranges_backward"} == set(launches)
+    assert {f"{kind}_forward", f"{kind}_backward"} == set(launches)
 
 
 def test_streams_that_compute_have_side_streams_of_their_own(monkeypatch):

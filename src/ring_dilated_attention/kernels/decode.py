@@ -410,13 +410,6 @@ def _merge_kernel(
             tl.store(lengths + batch, tl.load(lengths + batch) + count)
 
 
-def _new_or_unread(
-    new: NewRows | None, q: torch.Tensor, table: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """New keys, values and lengths; where there are none, tensors that are not read."""
-    return (q, q, table) if new is None else new[:3]
-
-
 def attend_to_strips(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -448,7 +441,7 @@ def attend_to_strips(
         has no room for.
     """
     table = strips.table
-    new_k, new_v, lengths = _new_or_unread(new, q, table)
+    new_k, new_v, lengths = (q, q, table) if new is None else new[:3]  # None: not read
     numbers, split, merge = launches_of(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),

@@ -9,7 +9,7 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table
 BUDGET = {
     "bench": (809, 4),
     "checks": (1_689, 6),
-    "cli": (1_020, 6),
+    "cli": (1_015, 6),
     "decode": (1_539, 5),
     "draw": (644, 4),
     "engine": (2_202, 8),
@@ -23,7 +23,7 @@ BUDGET = {
     "tiles": (1_000, 6),
     "torch_op": (1_059, 5),
 }
-MOST_TESTS = 21_400
+MOST_TESTS = 21_300
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -97,23 +97,6 @@ def test_every_example_is_run():
     assert names - HAS_ITS_OWN_TEST == set(SEVERAL_RANKS)
 
 
-GRIDS = "accelerate_loop data_parallel lightning_module tensor_parallel transformers_trainer"
-
-
-@pytest.mark.parametrize(("ranks", "got"), [(None, "no"), ("3", "3")])
-@pytest.mark.parametrize("name", GRIDS.split())
-def test_ranks_that_make_no_grid_are_told_how_to_start(name, ranks, got, monkeypatch):
-    skip_without_packages(name)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if ranks is not None:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-    monkeypatch.setattr(sys, "argv", [name])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert f"torchrun --nproc-per-node 4 examples/{name}.py" in str(caught.value)
-    assert str(caught.value).endswith(f", 2; got {got} ranks")
-
-
 OWN_MODEL = EXAMPLES / "bring_your_own_model.py"
 OWN_MODEL_SMALL = ("--seq-len=203", "--steps=2")  # a prime, so that shards are uneven
 

@@ -108,19 +108,12 @@ class Harmful:
         return Path.touch, (self.mark,)
 
 
-def pipe(path, mark):
-    """In place of a file: reading would wait for somebody who writes."""
-    path.unlink()
-    os.mkfifo(path)
-
-
 SHARD, RUN = "shard-00002-model-00001-of-00001.safetensors", "run.json"
 DAMAGES = {
     "truncated": lambda path, mark: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "missing": lambda path, mark: path.unlink(),
     "pickled": lambda path, mark: path.write_bytes(pickle.dumps(Harmful(mark))),
     "other JSON": lambda path, mark: path.write_text("[1]"),
-    "a pipe": pipe,
 }
 
 

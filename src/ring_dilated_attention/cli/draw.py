@@ -72,12 +72,7 @@ def draw(
             work.pattern, seq_len, size, num_kv_heads=kv_heads, kv_head=kv_head
         )
     else:
-        drawn = {
-            "exchange": pictures.draw_exchange,
-            "work": pictures.draw_work,
-            "timeline": pictures.draw_timeline,
-        }
-        axes = drawn[what](plan, size)
+        axes = getattr(pictures, f"draw_{what}")(plan, size)
     out = out or Path(f"{what}.svg")
     pictures.save(axes, out)
     print(f"wrote {out}")

@@ -8,23 +8,23 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
-    "bench": (889, 4),
-    "checks": (1_698, 6),
-    "cli": (1_028, 6),
-    "decode": (1_558, 6),
-    "draw": (682, 4),
+    "bench": (809, 4),
+    "checks": (1_694, 6),
+    "cli": (1_015, 6),
+    "decode": (1_539, 5),
+    "draw": (644, 4),
     "engine": (2_206, 9),
-    "exchange": (1_592, 7),
+    "exchange": (1_505, 7),
     "integrations": (3_703, 11),
-    "kernels": (3_386, 10),
+    "kernels": (3_363, 10),
     "nn": (3_396, 14),
     "parallel": (1_052, 4),
     "plan": (2_789, 9),
-    "the root": (2_248, 9),
+    "the root": (2_428, 10),
     "tiles": (1_000, 6),
     "torch_op": (1_114, 5),
 }
-MOST_TESTS = 22_600
+MOST_TESTS = 21_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

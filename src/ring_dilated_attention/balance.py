@@ -43,6 +43,8 @@ def balanced_ranges(
     """
     lengths = [stop - start for start, stop in pairwise(documents)]
     works = [_pairs_before(pattern, x, x, is_causal) if x else 0.0 for x in lengths]
+    if not any(lengths):
+        return [[]] * world_size
     all_work, all_positions = sum(works) / world_size, sum(lengths) / world_size
     given = sorted(
         (
@@ -52,7 +54,8 @@ def balanced_ranges(
         ),
         reverse=True,
     )
-    best, found = float("inf"), [[]]
+    best = float("inf")
+    found: list[list[tuple[int, int]]] = []
     for deal, slack in product(range(_DEALS), (SLACK, 0.0)):
         unevenness, ranges = _deal(given, world_size, pattern, 2.0 ** (-deal / 2), slack, is_causal)
         if unevenness < best:

@@ -12,7 +12,6 @@ import torch
 from ring_dilated_attention import DilatedPattern, reference_attention
 from ring_dilated_attention.bench import (
     BASELINES,
-    COMPONENTS,
     OURS,
     Result,
     Settings,
@@ -20,7 +19,6 @@ from ring_dilated_attention.bench import (
     bench,
     contenders,
     peak_bytes,
-    plot,
     report,
     take_turns,
 )
@@ -50,7 +48,6 @@ def result(contender=OURS, ranks=1, backward=False, samples_ms=(2.0, 1.0, 9.0), 
         backward=backward,
         samples_ms=samples_ms,
         flops=8_000_000,
-        memory=dict.fromkeys(COMPONENTS, 10),
         **options,
     )
 
@@ -85,25 +82,6 @@ def test_bench_says_why_a_baseline_is_left_out(measured):
     assert all(not x.samples_ms for x in measured if x.reason)
 
 
-def test_bench_memory_is_that_of_the_tensors(measured):
-    (alone,) = of(measured, contender=OURS, ranks=1, backward=True, workload=workload())
-    query = 101 * 4 * 8 * 4
-    assert alone.memory == {
-        "query": query,
-        "key_value": 2 * query,
-        "out": query + 101 * 4 * 4,
-        "gradients": 4 * query,
-        "buffers": 0,
-        "temporaries": None,
-    }
-    assert alone.total_memory == sum(alone.memory[name] or 0 for name in COMPONENTS)
-    (two,) = of(measured, contender=OURS, ranks=2, backward=True, workload=workload())
-    assert two.memory["query"] == 51 * 4 * 8 * 4  # the longer shard
-    received = workload().plan(2).rank(0).total_received_rows
-    assert two.memory["buffers"] == 2 * 8 * 4 * received > 0
-    assert two.sent > of(measured, contender=OURS, ranks=2, workload=workload())[0].sent > 0
-
-
 def test_bench_counts_useful_flops(measured):
     forward, both = of(measured, contender=OURS, ranks=1, workload=workload())
     visible = sum(
@@ -118,16 +96,14 @@ def test_bench_counts_useful_flops(measured):
     assert dense.flops == 4 * 8 * 4 * 101**2
 
 
-def test_bench_report_and_plot(measured, tmp_path):
+def test_bench_report(measured):
     parts = list(report(measured))
     lines = [part for part in parts if isinstance(part, str)]
     tables = [part for part in parts if not isinstance(part, str)]
     assert "kernel, 2 ranks: kernel runs on one rank; got 2" in lines
-    assert len(tables) == 2 * 2
+    assert len(tables) == 2
     for _, headings, rows in tables:
         assert {len(row) for row in rows} == {len(headings)}
-    plot(measured, tmp_path / "found.png")
-    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_results_compare_times():
@@ -219,12 +195,12 @@ def test_bench_needs_a_gpu_for_each_rank():
 @pytest.mark.filterwarnings("default")  # flash-attn-4's
 def test_bench_on_cuda():
     case = workload(seq_len=1000, head_dim=64, dtype="float16")
-    settings = Settings(baselines=tuple(BASELINES), device="cuda", repeats=3)
+    settings = Settings(baselines=BASELINES, device="cuda", repeats=3)
     results = bench([case], settings)
     for each in results:
         if each.samples_ms:
-            assert each.memory["temporaries"] is not None
+            assert each.memory is not None
     reasons = {x.contender: x.reason for x in results if x.reason}
     assert reasons.keys() == {"context_parallel"}, reasons
     forward, both = of(results, contender=OURS)
-    assert both.total_memory > forward.total_memory
+    assert both.memory > forward.memory > 4 * 4 * 1000 * 64 * 2

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,7 @@ from ring_dilated_attention import SequenceLayout, checks, plan_attention
 from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_counts
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
-from ring_dilated_attention.draw import mask_text
-from ring_dilated_attention.layout import LAYOUTS
 from ring_dilated_attention.named_patterns import NAMES, named
-from ring_dilated_attention.options import Schedule
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import check_plan, costs
 
@@ -79,8 +77,6 @@ RIGHT = [
         "each of 4 ranks shown receives",
         "384 MiB",  # query, key, value and out of a rank
     ),
-    ("plan --seq-len=1G --ranks=512", "nothing travels to ranks 0, 170, 340, 511"),
-    ("plan --seq-len=8 --ranks=1", "8 tokens", "on 1 rank", "not travels", "not busiest"),
     (
         "plan --seq-len=100 --ranks=3 --heads=4 --documents=0,30,31,100 --check " + SMALL,
         "3 documents",
@@ -98,13 +94,6 @@ RIGHT = [
         "error relative to one device: out",
         "largest",
     ),
-    # ranks that hold nothing
-    ("simulate --device=cpu --seq-len=5 --ranks=11 --pattern=dense --causal", "results match"),
-    (
-        "simulate --device=cpu --seq-len=53 --ranks=5 --pattern=gigapath --heads=6 --kv-heads=2",
-        "head_offsets='blocked', zero_keys=True",
-        "results match",
-    ),
     (
         "simulate --device=cpu --seq-len=53 --ranks=2 --exchange=gather --documents=0,9,53 "
         "--head-offsets=blocked --zero-keys " + SMALL,
@@ -115,10 +104,6 @@ RIGHT = [
         f"bench --device=cpu {BENCH} --causal --baseline=kernel,sdpa --repeats=3",
         "sdpa, 1 rank, forward+backward: takes",
         "memory of the rank that holds most",
-    ),
-    (
-        "draw --seq-len=1G --ranks=256 --segment-lengths=2048,1M,all --dilation-rates=1,4,65536",
-        "1 cell = 32M × 32M positions",
     ),
     ("verify --ranks=2 --seed=3", "72 cases within bounds, bytes as planned, seed 3"),
     ("--version", "rda "),
@@ -166,8 +151,7 @@ WRONG = [
     ("bench --device=cpu --repeats=0", "repeats"),
     ("draw foo", "'foo' is not one of"),
     ("draw --head=12", "head must lie in [0, 12), the query heads; got 12"),
-    ("draw cache", "rda draw cache needs --out; a terminal shows the mask alone"),
-    ("draw --out=a.pdf", "must be named *.png or *.svg; got 'a.pdf'"),
+    ("draw cache --out=a.pdf", "must be named *.png or *.svg; got 'a.pdf'"),
     ("draw cache --head=12 --out=a.svg", "kv_head must lie in [0, 12); got 12"),
     ("draw timeline --ranks=33 --out=a.svg", "at most 32 ranks; got 33"),
 ]
@@ -248,7 +232,7 @@ def test_json_has_the_numbers_of_the_plan(tmp_path):
         assert found["forward"]["across_bytes"] == found["traffic_bytes"]["forward_received"]
 
 
-def test_json_of_simulate_verify_and_bench(tmp_path):
+def test_json_of_simulate_verify_and_bench():
     def found(line):
         done = rda(f"{line} --json=-")
         assert done.exit_code == 0, done.output
@@ -262,38 +246,21 @@ def test_json_of_simulate_verify_and_bench(tmp_path):
     assert verified["ok"]
     assert len(verified["cases"]) == 72
     assert set(verified["cases"][0]["errors"]) == set(TENSORS)
-    picture = tmp_path / "found.png"
-    line = f"bench --device=cpu {BENCH} --ranks=1,2 --repeats=3 --out={picture}"
+    line = f"bench --device=cpu {BENCH} --ranks=1,2 --repeats=3"
     measured = found(line)["results"]
     assert [row["ranks"] for row in measured] == [1, 1, 2, 2]
     assert all(row["samples_ms"] for row in measured)
     assert measured[2]["derived"]["time_over_one_rank"] > 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-DRAWN = "--segment-lengths=8,16,all --dilation-rates=1,2,4 --causal --heads=4"
-
-
-@pytest.mark.parametrize(("ranks", "by"), [(1, "branch"), (3, "rank")])
-def test_draw_prints_the_mask(ranks, by):
-    done = rda(f"draw {DRAWN} --seq-len=50 --ranks={ranks} --head=1")
-    pattern = DilatedPattern([8, 16, None], [1, 2, 4])
-    layout = SequenceLayout.named("auto", 50, ranks, is_causal=True)
-    plan = plan_attention(pattern, layout, is_causal=True, num_heads=4)
-    assert done.exit_code == 0, done.output
-    assert done.output.rstrip() == mask_text(plan, 1, by=by).plain.rstrip()
 
 
 @pytest.mark.parametrize("what", ["mask", "exchange", "work", "timeline", "cache"])
-def test_draw_writes_pictures(what, tmp_path):
-    written = []
-    for length in (50, 70):
-        file = tmp_path / f"{length}.svg"
-        done = rda(f"draw {what} {DRAWN} --seq-len={length} --ranks=3 --out={file}")
-        assert done.exit_code == 0, done.output
-        assert done.output == f"wrote {file}\n"
-        written.append(file.read_bytes())
-    assert written[0] != written[1]
+def test_draw_writes_pictures(what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = "--segment-lengths=8,16,all --dilation-rates=1,2,4 --causal --heads=4 --ranks=3"
+    for file, out in ((f"{what}.svg", ""), ("other.svg", "--out=other.svg")):
+        done = rda(f"draw {what} {options} --seq-len={50 + len(out)} {out}")
+        assert (done.exit_code, done.output) == (0, f"wrote {file}\n")
+    assert Path(f"{what}.svg").read_bytes() != Path("other.svg").read_bytes()
 
 
 @pytest.mark.parametrize(("call", "exit_code"), [("ok: out 2e-07", 0), ("wrong: out 1e-02", 1)])
@@ -337,22 +304,6 @@ def test_commands_have_few_options_and_examples_that_they_take():
         for _, own, *words in examples:
             assert own == name
             command.make_context(name, words)  # raises what it does not allow
-
-
-@pytest.mark.parametrize(
-    ("option", "allowed"),
-    [
-        (common.PatternName, NAMES),
-        (common.LayoutName, LAYOUTS),
-        (common.ExchangeName, get_args(Schedule)),
-        (common.Dtype, ("bfloat16", "float16", "float32", "float64")),
-    ],
-    ids=["pattern", "layout", "exchange", "dtype"],
-)
-def test_options_allow_what_the_library_takes(option, allowed):
-    kind = get_args(option)[0]
-    kinds = get_args(kind)
-    assert (get_args(kinds[0]) or kinds) == allowed
 
 
 def run_without(module, *arguments):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.generating import VOCABULARY, make_model
 from support.strategies import patterns
 from support.tolerances import assert_close_to
 
@@ -184,24 +183,3 @@ def test_too_many_new_positions_for_the_kernels():
     cache = DilatedKVCache(LONGNET, 1, 1, 8, device=DEVICE)
     with pytest.raises(ValueError, match="decodes at most 64 new positions a call; got 65"):
         attend(query, key, value, cache, backend="triton")
-
-
-@pytest.mark.parametrize("lengths", [None, [21, 9]], ids=["equal", "of their own"])
-def test_longnet_step_by_the_kernels_is_rows_of_its_forward(lengths):
-    model, exact = make_model().to(DEVICE, torch.float32), make_model().to(DEVICE)
-    plain = make_model().to(DEVICE, torch.float32)
-    blocks: Any = model.blocks
-    for block in blocks:
-        block.attention.backend = "triton"
-    tokens = torch.randint(VOCABULARY, (2, 40), device=DEVICE)
-    caches = model.make_caches(2, max_length=60)
-    model.prefill(tokens[:, :21], caches, lengths=lengths)
-    found, first = [], 21
-    for count in (1, 3, 1, 2):
-        found.append(model.step(tokens[:, first : first + count], caches))
-        first += count
-    for row, length in enumerate(lengths or [21, 21]):
-        text = torch.cat([tokens[row : row + 1, :length], tokens[row : row + 1, 21:28]], 1)
-        with torch.no_grad():
-            want, rough = (one(text)[0, length:] for one in (exact, plain))
-        assert_close_to(torch.cat(found, 1)[row], want, plain=rough, factor=4.0, terms=48)

@@ -16,6 +16,7 @@ from ring_dilated_attention import (
     DilatedPattern,
     SequenceLayout,
     cached_attention,
+    kernels,
 )
 from ring_dilated_attention.checks import reference_attention, run_ranks
 from ring_dilated_attention.checks.ranks import world_exchange
@@ -276,9 +277,10 @@ def test_any_steps_by_the_kernels(case):
 def test_however_the_kernels_cut_it_into_programs(rounds, monkeypatch):
     """And more query heads than a block has rows."""
     pytest.importorskip("triton")
-    found = profile_of(torch.device(DEVICE))
-    profile = replace(found, decode=replace(found.decode, rounds=rounds), multiprocessors=9)
-    monkeypatch.setattr("ring_dilated_attention.kernels.decode.profile_of", lambda _: profile)
+    profile = replace(profile_of(torch.device(DEVICE)), multiprocessors=9)
+    monkeypatch.setattr(kernels.decode, "profile_of", lambda _: profile)
+    monkeypatch.setattr(kernels.decode, "ROUNDS", rounds)
+    kernels.decode.launches_of.cache_clear()
     for pattern, kv_heads, heads, batch, prompt, *counts in (
         (DilatedPattern([None, 32], [1, 3]), 2, 6, 1, 170, 1, 1, 5),
         (DilatedPattern.dense(), 2, 2, 2, 71, 3, 1),
@@ -288,6 +290,7 @@ def test_however_the_kernels_cut_it_into_programs(rounds, monkeypatch):
         case |= {"batch": batch, "max_length": 200, "backend": "triton", "dtype": torch.float32}
         steps = [("append", prompt), *(("attend", count) for count in counts)]
         run_steps({**case, "steps": steps}, SoloExchange())
+    kernels.decode.launches_of.cache_clear()
 
 
 def generation(**changes):

@@ -21,10 +21,9 @@ from ring_dilated_attention.draw import (
     draw_mask,
     draw_timeline,
     draw_work,
-    mask_text,
     save,
 )
-from ring_dilated_attention.draw.mask import NOTHING, OWN, By, kept_keys, mask_cells, visible_cells
+from ring_dilated_attention.draw.mask import NOTHING, OWN, kept_keys, mask_cells, visible_cells
 from ring_dilated_attention.draw.ranks import LINK_GB_S, TFLOPS, timeline
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.units import in_bytes
@@ -123,23 +122,6 @@ def test_draw_mask_of_a_long_sequence_has_runs_of_cells():
             covered[int(top) : int(bottom), int(left) : int(right)] += 1
     assert (covered == visible_cells(plan, 0, size).any(0)).all()
     assert axes.get_title() == "1 cell = 8 × 8 positions, set if any pair is visible"
-
-
-@pytest.mark.parametrize("case", ["zigzag", "documents", "split", "blocked"])
-def test_mask_text_is_the_mask(case):
-    plan = plan_of(*CASES[case])
-    by: By = "rank" if plan.layout.world_size > 1 else "branch"
-    size = {47: 2, 48: 2, 37: 1, 1001: 32}[plan.layout.length]
-    cells, text = mask_cells(plan, 1, by, size), mask_text(plan, 1, by=by)
-    lines = text.plain.splitlines()
-    assert max(map(len, lines)) <= 80
-    offset = len(f"{plan.layout.length:,}") + 1
-    for line, row in zip(lines[3 : 3 + len(cells)], cells, strict=True):
-        signs = {NOTHING: ".", OWN: "o", **{i: str(i + (by == "branch")) for i in range(9)}}
-        assert line[offset::2] == "".join(signs[kind] for kind in row)
-    in_key = 1 + plan.layout.world_size if by == "rank" else len(plan.pattern.branches)
-    colored = [span for span in text.spans if str(span.style).startswith("on ")]
-    assert len(colored) == (cells != NOTHING).sum() + in_key
 
 
 @settings(max_examples=20)

@@ -64,8 +64,6 @@ CASES: dict[str, tuple[DilatedPattern, SequenceLayout, dict[str, Any]]] = {
 }
 WAYS = {"ring": (False, None), "few heads at a time": (False, 20), "gather": (True, None)}
 """Whether messages are gathered, and for how many pairs heads are computed at a time."""
-FEW_FLOPS = {"one rank": 6e3, "mixed zigzag": 1e3}
-"""Of a tile: some groups of each case have larger ones and smaller ones."""
 HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -107,16 +105,15 @@ def check(case, selection, *, seed, early=0.0, gathers=False, workspace=None):
     return max(errors), sum(x.queued for x in streams)
 
 
-@pytest.mark.parametrize("backend", [EAGER, INTO], ids=["apart", "into"])
 @pytest.mark.parametrize(("gathers", "round_pairs"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_additions_that_are_late(name, round_pairs, gathers, backend, monkeypatch):
+def test_additions_that_are_late(name, round_pairs, gathers, monkeypatch):
     if round_pairs is not None:
         set_round_pairs(monkeypatch, round_pairs)
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, **options)
-    for number, flops in enumerate((0.0, 0.0, 2e3, 2e3)):
-        monkeypatch.setattr(compute, "LONG_FLOPS", flops)
+    for number, backend in enumerate((EAGER, INTO, INTO, EAGER)):
+        monkeypatch.setattr(compute, "LONG_FLOPS", (0.0, 2e3)[number // 2])
         how = {"early": (0.0, 0.3)[number % 2], "workspace": (None, 0.3)[number // 2]}
         error, queued = check(case, Selection(backend), seed=number, gathers=gathers, **how)
         assert error < FLOAT64
@@ -198,32 +195,23 @@ def launches(monkeypatch):
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", FEW_FLOPS)
-def test_launches_of_tables_wait_for_additions(name, launches, monkeypatch):
-    """Small tiles share a launch, which adds to what additions of large ones are under way to."""
-    pattern, layout, options = CASES[name]
-    case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
-    monkeypatch.setattr(compute, "LONG_FLOPS", 0)
-    shares = Selection(EAGER, (Limits(0.0, FEW_FLOPS[name], FEW_FLOPS[name]),))
-    error, queued = check(case, shares, seed=0)
-    assert error < FLOAT32
-    assert queued > layout.world_size
-    assert len(launches) >= 2 * layout.world_size
-
-
-@needs_interpreter
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("long_flops", [math.inf, 0.0])
-@pytest.mark.parametrize("name", ["one rank", "slide", "mixed zigzag"])
-def test_launches_row_by_row_beside_larger_calls(name, long_flops, launches, monkeypatch):
-    """They go where the results of larger calls are added."""
+@pytest.mark.parametrize(
+    ("name", "kind", "flops"),
+    [
+        *((name, "ranges", 6e3) for name in ("one rank", "slide", "mixed zigzag")),
+        *(("one rank", "tiles", 6e3), ("mixed zigzag", "tiles", 1e3)),
+    ],
+)
+def test_launches_beside_larger_calls(name, kind, flops, long_flops, launches, monkeypatch):
+    """Row by row, or of small tiles: they add to what additions of larger calls write, too."""
     pattern, layout, options = CASES[name]
     case = Case(pattern=pattern, layout=layout, dtype=torch.float32, **options)
     monkeypatch.setattr(compute, "LONG_FLOPS", long_flops)
-    few = Selection(EAGER, (Limits(own=FEW_FLOPS["one rank"]),))
-    error, _ = check(case, few, seed=0)
+    limits = Limits(own=flops) if kind == "ranges" else Limits(0.0, flops, flops)
+    error, _ = check(case, Selection(EAGER, (limits,)), seed=0)
     assert error < FLOAT32
-    assert {"ranges_forward", "ranges_backward"} == set(launches)
+    assert {f"{kind}_forward", f"{kind}_backward"} == set(launches)
 
 
 def test_streams_that_compute_have_side_streams_of_their_own(monkeypatch):

@@ -18,12 +18,9 @@ from ring_dilated_attention import (
     plan_attention,
 )
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.engine import TileCall, compute, executor
+from ring_dilated_attention.engine import executor
 from ring_dilated_attention.engine.blocks import Block
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.tiles import Selection, backend_named
-
-EAGER = backend_named("eager")
 
 WORLD_SIZE, LENGTH = 8, 8 * 32
 
@@ -153,19 +150,6 @@ def test_workspace_bounds_what_kernels_allocate(monkeypatch):
     # Forward allocates out and lse, backward three gradients: of a tenth of query's rows at most.
     rows = 256 * 4
     assert max(results[0.1][1]) <= 0.1 * rows < max(results[None][1]) == rows
-
-
-def test_a_slice_is_large_enough_for_a_gpu():
-    """However small the query is, unless the caller bounds what slices take."""
-    query = torch.empty(1, 4, 2, 8)
-
-    def most_rows(row_bytes, workspace=None):
-        call = TileCall(Selection(EAGER), 1.0, 1, 1, workspace)
-        return call.most_rows(query, compute.FORWARD_WORKSPACE, row_bytes)
-
-    assert most_rows(1 << 20) == compute.SLICE_ROWS >= 132 * 128  # a tile for each multiprocessor
-    assert most_rows(16) * 16 == compute.WORKSPACE_FLOOR
-    assert most_rows(16, 0.5) == 0.5 * query.nbytes / 16
 
 
 @pytest.mark.parametrize(("exchange", "most"), [("ring", 2), ("gather", 3)])

@@ -9,21 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 from support.tolerances import rounding_bound
-from support.worlds import world
 
 pytest.importorskip("triton")
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
-from ring_dilated_attention.checks import (
-    Case,
-    combine,
-    make_layout,
-    relative_error,
-    run_case,
-    run_ranks,
-)
+from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import transfer
-from ring_dilated_attention.exchange import ProcessGroupExchange
 from ring_dilated_attention.kernels.rows import add_to_rows, sum_slots, take_rows
 from ring_dilated_attention.plan import plan_attention
 
@@ -34,7 +25,6 @@ pytestmark = [
     # As in test_kernel_attention.
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
 ]
-on_gpus = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
 BATCH, LENGTH, HEADS, ROWS = 2, 45, 3, 97
 
@@ -88,16 +78,6 @@ def test_rows_are_taken_as_they_are(head_dim, dtype, slots):
             assert torch.equal(found[:, 1 + at], tensor[:, positions, heads]), kind
             found[:, 1 + at] = torch.nan
             assert found.isnan().all(), kind
-
-
-@pytest.mark.parametrize("head_dim", [7, 48])
-def test_rows_without_heads(head_dim):
-    """What is received, some of it more than once."""
-    packed = _random(2, BATCH, ROWS, head_dim, dtype=HALF)
-    numbers = torch.randint(ROWS, (3 * ROWS,), device=DEVICE)
-    found = torch.full((2, BATCH, 3 * ROWS, head_dim), torch.nan, device=DEVICE, dtype=HALF)
-    take_rows((packed[0], packed[1]), found, numbers)
-    assert torch.equal(found, packed.index_select(2, numbers))
 
 
 @pytest.mark.parametrize(
@@ -180,89 +160,7 @@ def test_messages_are_what_torch_makes_of_them(dtype, monkeypatch):
     assert relative_error(our_sums, want) < rounding_bound(dtype)
 
 
-PATTERNS = [
-    DilatedPattern([4, 8, 16], [1, 2, 4]),
-    DilatedPattern([6, 16, None], [1, 2, 4], head_offsets="blocked"),
-    DilatedPattern([9, 20, None], [1, 3, 2], zero_keys=True),
-]
-
-
-def cases(world_size):
-    """Calls with rows that branches share, of lengths that divide nothing."""
-    for seed, (pattern, layout) in enumerate(
-        zip(PATTERNS, ("contiguous", "zigzag", "uneven"), strict=True)
-    ):
-        yield Case(
-            pattern=pattern,
-            layout=make_layout(layout, 53, world_size),
-            num_heads=4,
-            num_kv_heads=(4, 2)[seed % 2],
-            batch=1 + seed % 2,
-            head_dim=8,
-            is_causal=seed == 1,
-            dtype=FLOAT,
-            exchange=("gather", "ring")[seed % 2],
-            seed=seed,
-            device=DEVICE.type,
-        )
-
-
-def run_with_kernels(rank, world_size, calls):
-    """Outcomes of calls whose messages take the kernels, and how often."""
-    taken = []
-
-    def runs_triton(tensor):
-        taken.append(tensor.dtype)
-        return True
-
-    exchange = ProcessGroupExchange(world())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "runs_triton", runs_triton)
-        return [run_case(case, exchange) for case in calls], len(taken)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="messages take them by themselves on GPUs")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_calls_on_ranks(world_size):
-    calls = list(cases(world_size))
-    found = run_ranks(run_with_kernels, world_size, calls)
-    for case, outcome in zip(calls, combine([x for x, _ in found]), strict=True):
-        assert outcome.passes(case.dtype), case
-    # Packed and spread in forward, and in backward again; there, summed and added. The last rank
-    # of the uneven layout is empty.
-    assert all(taken >= 6 * (len(calls) - 1) for _, taken in found)
-
-
-@on_gpus
-def test_captured_in_a_graph():
-    pair, (positions, heads) = _views("joint", 48, HALF), _index()
-    order, starts = _slots_of_rows(3)
-    numbers = torch.randint(ROWS, (len(order),), device=DEVICE)
-    total = _views("plain", 48, HALF)
-
-    def run():
-        packed = pair[0].new_empty(2, BATCH, ROWS, 48)
-        take_rows(pair, packed, positions, heads)
-        slots = packed.new_empty(2, BATCH, len(order), 48)
-        take_rows((packed[0], packed[1]), slots, numbers)
-        sums = torch.empty_like(packed)
-        sum_slots(slots, sums, order, starts)
-        add_to_rows(total, sums, positions, heads)
-
-    before = [x.clone() for x in total]
-    run()
-    want = [x.clone() for x in total]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for tensor, old in zip(total, before, strict=True):
-        tensor.copy_(old)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(total, want, strict=True))
-
-
-@on_gpus
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.xdist_group("large")
 def test_offsets_beyond_31_bits():
     """The last rows of tensors of more than 2^31 elements."""

@@ -128,21 +128,6 @@ def test_slides_as_others_write_them(written, tile_size, tmp_path):
 
 
 @pytest.mark.skipif(not HAS_H5, reason="needs h5py")
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"names": ("feats", "coords")}, r"must have 'features' and 'coords'; got \['coords'\]"),
-        ({"coords": (6, 2)}, r"got \(7, 12\) and \(6, 2\)"),
-        ({"patch_size": 512, "patch_level": 1}, "write patch_size_level0 to coords"),
-    ],
-)
-def test_slides_that_are_refused_by_name(written, message, tmp_path):
-    path = h5(tmp_path / "slide.h5", **written)
-    with pytest.raises(SystemExit, match=f"{path} .*{message}"):
-        runpy.run_path(str(SCRIPT))["read_slide"](path)
-
-
-@pytest.mark.skipif(not HAS_H5, reason="needs h5py")
 def test_the_tile_size_of_a_slide_does_not_outlive_it(tmp_path):
     program = runpy.run_path(str(SCRIPT))
     torch.manual_seed(0)

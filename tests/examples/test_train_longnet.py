@@ -108,19 +108,12 @@ class Harmful:
         return Path.touch, (self.mark,)
 
 
-def pipe(path, mark):
-    """In place of a file: reading would wait for somebody who writes."""
-    path.unlink()
-    os.mkfifo(path)
-
-
 SHARD, RUN = "shard-00002-model-00001-of-00001.safetensors", "run.json"
 DAMAGES = {
     "truncated": lambda path, mark: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "missing": lambda path, mark: path.unlink(),
     "pickled": lambda path, mark: path.write_bytes(pickle.dumps(Harmful(mark))),
     "other JSON": lambda path, mark: path.write_text("[1]"),
-    "a pipe": pipe,
 }
 
 
@@ -138,40 +131,6 @@ def test_train_longnet_passes_over_a_damaged_checkpoint(run, tmp_path, capsys, d
     with pytest.raises(ValueError, match="there is no whole checkpoint in "):
         newest_checkpoint(out)
     assert not mark.exists()
-
-
-def test_train_longnet_goes_on_from_the_checkpoint_before_a_damaged_one(run, tmp_path):
-    out = interrupted(run, tmp_path / "run", 6)
-    DAMAGES["truncated"](out / "step_0000006" / SHARD, None)
-    done = run_program(PROGRAM, ["--resume", "--out", out, "--keep", "1"], 2)
-    assert done.returncode == 0, done.stderr
-    (told,) = done.stderr.splitlines()
-    assert "step_0000006 is damaged" in told
-    assert "going on from step 4" in done.stdout
-    assert losses(out) == pytest.approx(losses(run), rel=1e-5)
-    assert names(out) == ["log.jsonl", "loss.png", "step_0000008"]
-
-
-def test_train_longnet_follows_no_link_out_of_its_folder(run, tmp_path):
-    """A run that somebody else has packed is resumed: nothing outside of its folder changes."""
-    out, outside = interrupted(run, tmp_path / "run", 4), tmp_path / "outside"
-    outside.mkdir()
-    for name in ("log.jsonl", ".log.jsonl", "loss.png", ".partial", "step_0000006", "step_0000008"):
-        (outside / name).write_bytes((run / "log.jsonl").read_bytes())
-        (out / name).unlink(missing_ok=True)
-        (out / name).symlink_to(outside / name)
-    for name in ("step_0000006", ".partial"):  # a folder that holds a file
-        (outside / name).unlink()
-        shutil.copytree(run / "step_0000002", outside / name)
-        (outside / name / RUN).write_text("[1]")
-    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
-    done = train(0, out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
-    assert not any(path.is_symlink() for path in out.iterdir())
-    assert losses(out) == pytest.approx(losses(run), rel=1e-5)
-    DAMAGES["a pipe"](out / "log.jsonl", None)
-    assert example("train_longnet").read_log(out, 8) == []
 
 
 @pytest.mark.slow
@@ -237,21 +196,6 @@ def test_train_longnet_tells_once_what_is_wrong(run):
         assert done.returncode == code
         assert done.stderr.count("train_longnet.py: ") == 1
         assert "Traceback" not in done.stderr
-
-
-def test_train_longnet_holds_out_files_by_their_names(tmp_path):
-    read_text = example("train_longnet").read_text
-    for index in range(100):
-        (tmp_path / f"{index}.txt").write_text(f"<{index}>")
-    (tmp_path / "binary").write_bytes(b"<\0>")
-    (tmp_path / ".hidden").write_text("<hidden>")
-    text, heldout = read_text([str(tmp_path)])
-    assert 0 < heldout.count(b"<") < 15
-    assert (text + heldout).count(b"<") == 100
-    (tmp_path / "more.txt").write_text("<more>")
-    assert heldout in read_text([str(tmp_path)])[1].replace(b"<more>", b"")
-    (tmp_path / "one").write_text("0123456789" * 4)
-    assert read_text([str(tmp_path / "one")]) == (b"0123456789" * 3 + b"01234567", b"89")
 
 
 def test_generation_continues_a_prompt_with_a_checkpoint(run, tmp_path):

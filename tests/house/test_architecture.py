@@ -14,13 +14,13 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
-    "units", "pattern", "named_patterns", "layout", "documents", "plan",
+    "units", "pattern", "named_patterns", "balance", "documents", "layout", "plan",
     "draw", "kernels", "tiles", "exchange", "options", "parallel", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "bench", "cli",
 ]  # fmt: skip
 """Rooms, and files of the root: each may import those before it, and rooms by their doors."""
-INTEGERS_ONLY = {"pattern", "named_patterns", "plan", "units"}
+INTEGERS_ONLY = {"pattern", "named_patterns", "balance", "plan", "units"}
 """And layout and documents, but for what takes tensors."""
 MAY_USE_DISTRIBUTED = {
     *("exchange", "parallel", "cli", "bench", "checks"),

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,14 +38,3 @@ def test_benchmarks_run_on_a_cpu(name, ranks, tmp_path):
     assert written.stat().st_size
     if written == out:
         assert json.loads(out.read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="sets CPU affinities")
-def test_benchmarks_on_quick_cpus(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys; print(len(os.sched_getaffinity(0)), sys.argv[1:], __name__)"
-    )
-    done = run_program(FOLDER / "on_quick_cpus.py", [str(program), "--tiles", "9"], 0)
-    assert done.stdout.endswith(" ['--tiles', '9'] __main__\n"), done.stderr[-2000:]

@@ -178,41 +178,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "reference" / "cli.html").exists()
 
 
-def test_readme_and_home_page_begin_with_the_same_sentences():
-    (lead,) = re.findall(
-        r'<p class="rda-lead">(.*?)</p>', (DOCS / "index.md").read_text(), re.DOTALL
-    )
-    assert " ".join(lead.split()) in " ".join(README.read_text().split())
-
-
-def test_figures_come_in_both_palettes():
-    for page in DOCS.rglob("*.md"):
-        found = re.findall(r"\((\S+)-(light|dark)\.svg#only-(light|dark)\)", page.read_text())
-        assert all(file == shown for _, file, shown in found)
-        light, dark = (
-            [name for name, file, _ in found if file == one] for one in ("light", "dark")
-        )
-        assert light == dark, page
-
-
-def test_every_cell_of_the_comparison_has_a_source():
-    page = (DOCS / "comparison.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    cells = [row for row in rows if len(row) == 3 and row[-1] != "source"]
-    assert len(cells) == 100
-    assert all("](" in source or source == "not found" for _, _, source in cells)
-
-
 def test_numbers_of_longnets_pattern_stand_beside_what_it_cannot_do():
     results = (ROOT / "benchmarks" / "results").glob("*.md")
     pages = [page.read_text() for page in (*PAGES, *results)]
     small_cache = [page for page in pages if "11,606" in page]
     assert len(small_cache) > 4
     assert all("closed in blocks of 32,768" in page for page in small_cache)
-
-
-def test_gigapaths_model_is_made_as_numpy_2_needs_it():
-    blocks = [code for page in PAGES for code in re.findall(PYTHON, page.read_text(), FLAGS)]
-    made = [code for code in blocks if "create_model(" in code]
-    assert made
-    assert all('with np.printoptions(legacy="1.25"):' in code for code in made)

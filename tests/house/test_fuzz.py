@@ -36,14 +36,6 @@ def test_a_few_calls_are_right_on_cuda(fuzz, capsys):
     assert "60 calls: 0 wrong, 0 crashed" in capsys.readouterr().out
 
 
-def test_calls_are_drawn_again_from_their_seed(fuzz):
-    among = fuzz.choices((1, 5), "cpu", ["auto", "eager"])
-    drawn = [fuzz.draw(seed, among) for seed in range(50)]
-    assert drawn == [fuzz.draw(seed, among) for seed in range(50)]
-    assert {case.layout.world_size for case in drawn} == {1, 2, 3, 4, 5}
-    assert {case.backend for case in drawn} == {"auto", "eager"}
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_what_is_wrong_or_crashes_is_found(fuzz, capsys, monkeypatch):
     place = Block.place_keys

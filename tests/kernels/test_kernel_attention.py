@@ -310,30 +310,6 @@ def test_kernels_with_every_block_size(head_dim, dtype):
     assert not wrong
 
 
-def test_cells_list_every_row_once_and_the_longest_first():
-    tiles = [
-        Tile(0, range(0, 4, 2), 3, True, Rows(5, 37, 2, 1, 80), Rows(5, 37, 2, 1, 80)),
-        Tile(0, range(1, 2), 1, True, Rows(0, 3, 1, 0), Rows(0, 3, 1, 0)),
-    ]
-    cells = build_cells(tiles, batch=2, heads_per_kv=3, block_m=16, block_n=32, device="cpu")
-    want = {
-        (b, h, t.queries.start + s * t.queries.segment_stride + j * t.queries.head_stride)
-        for t in tiles
-        for b in range(2)
-        for s in range(t.segments)
-        for j, h in enumerate(t.heads)
-    }
-    assert set(map(tuple, cells.table[:, :3].tolist())) == want
-    assert len(cells.table) == len(want) == 14
-    programs = cells.query_programs
-    assert len(programs) == len(set(map(tuple, programs.tolist()))) == 12 * 3 * 3 + 2 * 3
-    assert len(cells.key_programs) == 12 * 2 + 2
-    assert programs[:, 2].tolist() == sorted(programs[:, 2], reverse=True)
-    assert cells.table[programs[-1, 0], 4] == 3
-    (got,) = run([[]], random_inputs(1, 5, 1, 1, 8), (1.0,))  # nothing is launched
-    assert got[0].isnan().all()
-
-
 @triton.jit
 def _find_rows(program, ranges, order, found, block: tl.constexpr):
     _, first, _, count = rows_of_program(program, ranges, order, tl.program_id(0), block)

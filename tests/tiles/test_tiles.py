@@ -2,28 +2,21 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import get_args
 
 import pytest
 import torch
-from support.simulated_devices import DEVICES, simulated
+from support.simulated_devices import simulated
 from support.tolerances import FLOAT64, assert_close_to
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.engine import readable_in_backward
-from ring_dilated_attention.kernels import profile_of
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     BACKENDS,
     Backend,
-    Limits,
-    Selection,
     TileGradients,
     TileInputs,
-    backend_named,
-    limits_on,
     sdpa,
     select,
     select_backend,
@@ -107,7 +100,8 @@ def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
     for dtype in (FLOAT16, FLOAT32):
         for backend in ("auto", "sdpa", "efficient"):
             assert name_of(backend, device, dtype, head_dim) == "efficient"
-    for backend in ("cudnn", "flash"):
+    monkeypatch.setattr(select, "has_triton", lambda: True)
+    for backend in ("cudnn", "flash", "triton"):
         with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
             select_backend(backend, device, FLOAT16, min(head_dim, 128))
     with pytest.raises(ValueError, match=r"efficient: it takes bfloat16 from compute capability"):
@@ -116,43 +110,6 @@ def test_gpus_that_flash_attention_refuses(name, head_dim, monkeypatch):
     for backend in ("cudnn", "flash", "efficient"):
         for dtype in (FLOAT16, BFLOAT16):
             assert name_of(backend, later, dtype, 64) == backend
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_what_computes_small_tiles(name, monkeypatch):
-    """A device that Triton's kernels are not for has torch's, and no error."""
-    device = simulated(monkeypatch, name)
-    found = profile_of(device)
-    monkeypatch.setattr(select, "AUTO", (backend_named("efficient"),))
-    monkeypatch.setattr(select, "has_triton", lambda: True)
-    chosen = select_backend("auto", device, FLOAT16, 64)
-    assert chosen.backend is backend_named("efficient")
-    if found.capability < (8, 0):
-        assert chosen.limits == (Limits(),)
-        with pytest.raises(ValueError, match=r"compute capability 8\.0 and above, the device has"):
-            select_backend("triton", device, FLOAT16, 64)
-    else:
-        on_h200 = limits_on(ON_H200, 2, 64, keeps_calls=False)
-        for limits, there in zip(chosen.limits, on_h200, strict=True):
-            assert limits == tuple(map(found.flops, there))
-            assert chosen.limits_of(limits.least) is limits
-
-
-def test_limits_of_calls():
-    """Shorter calls share more; narrow heads share more in forward."""
-    for keeps in (False, True):
-        narrow, wide = (limits_on(ON_H200, 2, size, keeps_calls=keeps) for size in (64, 65))
-        for limits, of_wide in zip(narrow, wide, strict=True):
-            assert limits._replace(forward=of_wide.forward) == of_wide
-            assert of_wide.forward <= limits.forward <= limits.own
-        for shorter, longer in pairwise(narrow):
-            assert shorter.least < longer.least
-            assert all(a >= b for a, b in zip(shorter[:3], longer[:3], strict=True))
-        selection = Selection(None, narrow)
-        assert selection.limits_of(0.0) is narrow[0]
-        assert selection.limits_of(narrow[1].least - 1) is narrow[0]
-        assert selection.limits_of(narrow[1].least) is narrow[1]
-        assert selection.limits_of(1e20) is narrow[-1]
 
 
 def test_the_interpreter_takes_no_bfloat16(monkeypatch):
@@ -222,21 +179,6 @@ def test_tensors_are_copied_into_one_layout_where_they_have_two():
         found = in_one_layout(*order)
         assert {x.stride() for x in found} == {torch.empty(shape).stride()}
         assert all(torch.equal(x, y) for x, y in zip(found, order, strict=True))
-
-
-def test_a_packed_query_is_copied_once_for_a_kernel_that_wants_one_layout(monkeypatch):
-    device = simulated(monkeypatch, "H200")
-    query, key, value = torch.randn(1, 6, 3, 2, 16).unbind(2)
-    out, dout = torch.randn(2, 1, 6, 2, 16).unbind()
-    for name, is_copied in (("cudnn", True), ("flash", False)):
-        selection = select_backend(name, device, BFLOAT16, 16)
-        found = readable_in_backward(dout, query, key, value, out, selection)
-        assert found[0] is dout
-        assert found[4] is out
-        assert (found[1].data_ptr() == query.data_ptr()) is not is_copied
-        assert found[1].is_contiguous() is is_copied
-        assert torch.equal(found[1], query)
-        assert [x.data_ptr() for x in found[2:4]] == [key.data_ptr(), value.data_ptr()]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.float64, BFLOAT16])

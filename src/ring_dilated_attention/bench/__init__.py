@@ -1,20 +1,19 @@
 """Speed and memory of `dilated_attention` on one rank or several, beside baselines.
 
 `bench` measures each `Workload` as `Settings` say, this library (`OURS`) and some of `BASELINES` in
-turns, and returns a `Result` for forward and for forward+backward of each. `report` and `plot` show
-results; `document` keeps them as JSON, with the device and versions of `environment`.
+turns, and returns a `Result` for forward and for forward+backward of each. `report` shows results;
+`document` keeps them as JSON, with the device and versions of `environment`.
 
 `take_turns` times any calls by the same rules (see `run`), and `peak_bytes` measures their
 memory.
 """
 
 from .contenders import BASELINES
-from .result import COMPONENTS, OURS, Result, Workload, document, environment, plot, report
+from .result import OURS, Result, Workload, document, environment, report
 from .run import Settings, bench, peak_bytes, take_turns
 
 __all__ = [
     "BASELINES",
-    "COMPONENTS",
     "OURS",
     "Result",
     "Settings",
@@ -23,7 +22,6 @@ __all__ = [
     "document",
     "environment",
     "peak_bytes",
-    "plot",
     "report",
     "take_turns",
 ]

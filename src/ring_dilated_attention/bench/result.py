@@ -1,13 +1,12 @@
-"""What a benchmark measures, what it found, and both as JSON, as tables and as a picture."""
+"""What a benchmark measures, what it found, and both as JSON and as tables."""
 
 from __future__ import annotations
 
 import platform
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,9 +115,6 @@ class Workload:
         )
 
 
-COMPONENTS = ("query", "key_value", "out", "gradients", "buffers", "temporaries")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What one contender took for forward, or for forward+backward, of one workload.
@@ -133,10 +129,8 @@ class Result:
         samples_ms: milliseconds of a call in every sample, on the slowest rank.
         flops: useful FLOPs of a call of all ranks; backward counts 2.5 times forward.
         sent: bytes that a rank sends in a call, as planned: the most of any rank; of ours, else 0.
-        memory: bytes on the rank that holds most, by component: query; key_value; out, of ours with
-            its lse; gradients of all of these; buffers, the rows received from other ranks as
-            planned; temporaries, the rest of the peak (below 0 where not all components exist at
-            once; None on a CPU, where nobody counts).
+        memory: bytes on the rank that holds most: inputs, and the peak of what a call allocates
+            beside them; None on a CPU, where nobody counts.
     """
 
     workload: Workload
@@ -148,7 +142,7 @@ class Result:
     samples_ms: tuple[float, ...] = ()
     flops: int = 0
     sent: int = 0
-    memory: dict[str, int | None] = field(default_factory=dict)
+    memory: int | None = None
 
     @property
     def median_ms(self) -> float | None:
@@ -159,11 +153,6 @@ class Result:
     def tflops(self) -> float | None:
         """Useful TFLOP/s of a rank, on average; None: nothing was measured."""
         return self.median_ms and self.flops / self.median_ms / 1e9 / self.ranks
-
-    @property
-    def total_memory(self) -> int:
-        """Bytes of all components that are known."""
-        return sum(nbytes or 0 for nbytes in self.memory.values())
 
     def time_over(self, contender: str, ranks: int, results: Iterable[Result]) -> float | None:
         """This time over that of `contender` on `ranks` ranks, in `results`; None: not measured."""
@@ -200,7 +189,6 @@ def document(
         derived = {
             "median_ms": result.median_ms,
             "tflops_per_rank": result.tflops,
-            "total_memory": result.total_memory,
             "time_over_ours": result.time_over(OURS, result.ranks, results),
             "time_over_one_rank": result.time_over(result.contender, 1, results),
         }
@@ -209,24 +197,22 @@ def document(
 
 
 PASSES = ("forward", "forward+backward")
-TIMES = ("system", "median", "lowest", "highest", "rate of a rank", "sent")
+TIMES = ("system", "median", "lowest", "highest", "rate of a rank", "sent", "memory")
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Title, headings and rows."""
 
 
 def report(results: Sequence[Result]) -> Iterator[str | Table]:
-    """Lines and tables of each workload: ratios of times in words, times, memory, and refusals."""
-    components = [name.replace("key_value", "key, value") for name in COMPONENTS]
+    """Lines and a table of each workload: ratios of times in words, times, memory, refusals."""
     for workload in dict.fromkeys(result.workload for result in results):
         own = [result for result in results if result.workload == workload]
         measured = [result for result in own if result.samples_ms]
         yield f"\n{workload}"
         yield from (sentence for result in measured if (sentence := _ratio(result, results)))
         if measured:
-            yield "time of a call, ms", TIMES, [_times(result) for result in measured]
-            rows = [_memory(result) for result in measured]
-            yield "memory of the rank that holds most", ["system", *components, "total"], rows
+            title = "time of a call, ms, and memory of the rank that holds most"
+            yield title, TIMES, [_times(result) for result in measured]
         yield from dict.fromkeys(
             f"{x.contender}, {count_of(x.ranks, 'rank')}: {x.reason}" for x in own if x.reason
         )
@@ -247,52 +233,11 @@ def _times(result: Result) -> list[str]:
     times = (result.median_ms or 0, min(result.samples_ms), max(result.samples_ms))
     rate = f"{in_flop(1e12 * (result.tflops or 0))}/s"
     sent = in_bytes(result.sent) if result.sent else ""
-    return [_name(result), *(f"{ms:,.3f}" for ms in times), rate, sent]
-
-
-def _memory(result: Result) -> list[str]:
-    cells = ["not known" if n is None else in_bytes(n) for n in result.memory.values()]
-    return [_name(result), *cells, in_bytes(result.total_memory)]
+    memory = "not known" if result.memory is None else in_bytes(result.memory)
+    return [_name(result), *(f"{ms:,.3f}" for ms in times), rate, sent, memory]
 
 
 def _name(result: Result) -> str:
     kernel = "" if result.kernel in result.contender else f" ({result.kernel})"
     ranks = count_of(result.ranks, "rank")
     return f"{result.contender}{kernel}, {ranks}, {PASSES[result.backward]}"
-
-
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw times and memory as bars, one for each contender and number of ranks.
-
-    Args:
-        results: of one run; what was not measured has no bar.
-        path: the PNG file to write.
-    """
-    from matplotlib.figure import Figure
-
-    workloads = list(dict.fromkeys(result.workload for result in results))
-    height = 2 * len(workloads) + 0.2 * len(results)
-    figure = Figure(figsize=(13, height), layout="constrained")
-    axes = figure.subplots(len(workloads), 2, squeeze=False, sharey="row")
-    for (times, memory), workload in zip(axes, workloads, strict=True):
-        own = [result for result in results if result.workload == workload and result.samples_ms]
-        for result in own:
-            name = f"{result.contender}, {count_of(result.ranks, 'rank')}"
-            colour = "C0" if result.contender == OURS else "C7"
-            alpha = 0.4 if result.backward else 1.0
-            bar = times.barh(name, result.median_ms or 0, color=colour, alpha=alpha)
-            if not result.backward:
-                continue
-            times.bar_label(bar, [f" {result.median_ms:,.4g}"])
-            left = 0.0
-            for number, component in enumerate(COMPONENTS):
-                width = max(0, result.memory[component] or 0) / 2**20
-                memory.barh(name, width, left=left, color=f"C{number}")
-                left += width
-        times.set_title(str(workload), loc="left")
-        times.invert_yaxis()
-        times.margins(x=0.15)
-        times.set_xlabel("ms: forward (dark), forward+backward (light)")
-        memory.set_xlabel("MiB of the rank that holds most, forward+backward")
-        memory.legend(COMPONENTS, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +74,7 @@ class Settings:
         for ranks in self.ranks or (0,):
             check_positive_int("ranks", ranks)
         for name in self.baselines:
-            check_choice("baseline", name, tuple(BASELINES))
+            check_choice("baseline", name, BASELINES)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_positive_int("repeats", self.repeats)
 
@@ -187,35 +187,18 @@ def _measure(
             if name not in times:
                 results.append(replace(found, reason=reasons[name]))
                 continue
-            contender = contenders[name]
+            contender, peak = contenders[name], peaks[name]
+            inputs = sum(x.nbytes for x in chain(*drawn[contender.shapes][0]))
             found = replace(
                 found,
                 kernel=contender.kernel,
                 samples_ms=times[name],
                 flops=int(contender.flops * (3.5 if backward else 1)),
                 sent=_sent(workload, place.ranks, backward) if name == OURS else 0,
-                memory=_memory(found, place.rank, drawn[contender.shapes][0], peaks[name]),
+                memory=None if peak is None else inputs + peak,
             )
-            results.append(max(share(found, group), key=lambda each: each.total_memory))
+            results.append(max(share(found, group), key=lambda each: each.memory or 0))
     return sorted(results, key=lambda result: names.index(result.contender))
-
-
-def _memory(result: Result, rank: int, inputs: Inputs, peak: int | None) -> dict[str, int | None]:
-    """`Result.memory` of this rank, given the peak above the inputs."""
-    workload, backward = result.workload, result.backward
-    query, key = (sum(each[index].nbytes for each in inputs) for index in (0, 1))
-    out, buffers, made = query, 0, (query + 2 * key) * backward
-    if result.contender == OURS:
-        planned = costs.memory(workload.plan(result.ranks).rank(rank), workload.size)
-        out, buffers = planned.out + planned.lse, planned.buffers
-    return {
-        "query": query,
-        "key_value": 2 * key,
-        "out": out,
-        "gradients": made + query * backward,
-        "buffers": buffers,
-        "temporaries": None if peak is None else peak - out - made - buffers,
-    }
 
 
 def _sent(workload: Workload, ranks: int, backward: bool) -> int:

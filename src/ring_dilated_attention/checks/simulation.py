@@ -123,10 +123,6 @@ class Turns:
         """See `Exchange.begin`."""
         return self.others_go_on()(self._ends.begin(number, data))
 
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return self.others_go_on()(self._ends.maximum)(values, device)
-
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""
         return self.others_go_on()(self._ends.share)(value)

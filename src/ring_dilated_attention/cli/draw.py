@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from ..named_patterns import given_pattern
 from . import common
-from .common import app, make_console, option, workload_of
+from .common import app, option, workload_of
 
 _PICTURES = (
     "mask: which keys a head's queries see, by branch, or on several ranks by sender. exchange: "
@@ -40,7 +41,7 @@ def draw(
     ] = 0,
     out: common.Out = None,
 ) -> None:
-    """Draw a picture as *.png or *.svg; without --out, the mask in the terminal.
+    """Draw a picture as *.png or *.svg; without --out as WHAT.svg, here.
 
     rda draw mask --segment-lengths 8,16,all --dilation-rates 1,2,4 --seq-len 64 --causal
     """
@@ -63,26 +64,15 @@ def draw(
         documents=documents,
     )
     plan, size = work.plan(ranks), work.size
-    by: pictures.By = "rank" if ranks > 1 else "branch"
-    if out is None:
-        if what != "mask":
-            raise ValueError(f"rda draw {what} needs --out; a terminal shows the mask alone")
-        console = make_console()
-        console.print(pictures.mask_text(plan, head, by=by, width=console.width))
-        return
     if what == "mask":
-        axes = pictures.draw_mask(plan, head, by=by)
+        axes = pictures.draw_mask(plan, head, by="rank" if ranks > 1 else "branch")
     elif what == "cache":
         kv_heads, kv_head = work.kv_heads, head // (work.num_heads // work.kv_heads)
         axes = pictures.draw_cache(
             work.pattern, seq_len, size, num_kv_heads=kv_heads, kv_head=kv_head
         )
     else:
-        drawn = {
-            "exchange": pictures.draw_exchange,
-            "work": pictures.draw_work,
-            "timeline": pictures.draw_timeline,
-        }
-        axes = drawn[what](plan, size)
+        axes = getattr(pictures, f"draw_{what}")(plan, size)
+    out = out or Path(f"{what}.svg")
     pictures.save(axes, out)
     print(f"wrote {out}")

@@ -238,11 +238,10 @@ def bench(
     device: common.DeviceName = "auto",
     repeats: Annotated[int, typer.Option(help="Samples of each call.", min=1)] = 20,
     json: common.Json = None,
-    out: common.Out = None,
 ) -> None:
     """Measure time and memory of forward and forward+backward, beside baselines.
 
-    Starts the ranks on this host, or runs on those of torchrun. --out is a picture (PNG).
+    Starts the ranks on this host, or runs on those of torchrun.
 
     rda bench --device cpu --seq-len 4K --heads 4 --baseline kernel,torchscale --repeats 3
 
@@ -250,7 +249,7 @@ def bench(
     """
     import torch
 
-    from ..bench import Settings, document, environment, plot, report
+    from ..bench import Settings, document, environment, report
     from ..bench import bench as measure
     from ..checks import RankError
 
@@ -286,8 +285,6 @@ def bench(
             console.print()
             show_table(console, *part)
     write_json(json, document(results, about, sys.argv[1:]))
-    if out is not None:
-        plot(results, out)
     if all(result.reason for result in results):
         raise RunError("nothing was measured: the reasons are above")
 

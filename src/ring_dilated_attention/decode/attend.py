@@ -8,14 +8,13 @@ lie side by side; new positions that share a segment see each other in another t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
 from .. import kernels
 from ..engine import kernels_on, merge_
-from ..exchange import Exchange, Shared, all_gather, refuse_capture, together
+from ..exchange import Exchange, all_gather, refuse_capture, together, untraced
 from ..functional import autocast_inputs
 from ..options import check_options
 from ..pattern import in_brief
@@ -121,20 +120,11 @@ def cached_attention(
     if not isinstance(cache, DilatedKVCache):
         raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
     options = {"scale": scale, "backend": backend, "return_lse": return_lse}
-    out, lse = untraced(_call)((query, key, value), cache, step or Step(), options)
+    out, lse = _call((query, key, value), cache, step or Step(), options)
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 
-_T = TypeVar("_T")
-
-
-def untraced(function: Callable[..., _T]) -> Callable[..., _T]:
-    """`function` for torch.compile to call between two graphs: lengths change in every call."""
-    if not torch.compiler.is_compiling():
-        return function
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
-
-
+@untraced  # lengths change in every call
 def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[str, Any]) -> _Result:
     """Check, agree with the ranks that share the rows, attend, and merge what each has found."""
     query, key, value = autocast_inputs(*tensors)
@@ -151,8 +141,9 @@ def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[st
                 "query": str(tuple(query.shape)),
                 "scale": options["scale"],
                 "backend": options["backend"],
+                "lengths": str(cache.known_lengths),
             }
-            agreed.shared = Shared.of(words, counted={"lengths": str(cache.known_lengths)})
+            agreed.on(words)
         out, lse = _of_rank(tensors, cache, step, selection, options)
         out, lse = merged_over_ranks(ends, out, lse)
         return out.to(query.dtype), lse

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from ..documents import Integers, as_ints, even_slices, in_words
+from ..documents import Integers, as_ints, even_slices, in_words, packed_rows
 from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
@@ -16,13 +17,26 @@ from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
 from ..plan import CachePlan, plan_cache
 from ..plan import cache as kept_rows
 from ..torch_op import refuse_tangents, validate_tensor
-from .prompts import Prompt, find_prompts, resolve_layout, words_of
 
 _NAME = "DilatedKVCache"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SHARD_BYTES = 128 << 20
 """Ranks of a group share caches from this size on. An H200 reads 128 MiB in 30 us, about as long as
 it takes to bring the results of ranks together."""
+
+
+class Prompt(NamedTuple):
+    """Rows of a batch whose prompts are alike.
+
+    Attributes:
+        rows: of the prompt, evenly spaced: indexing with it gives a view.
+        to: the rows of the cache that take them, as many.
+        document: the positions of the document that goes on, in the whole sequence.
+    """
+
+    rows: slice
+    to: slice
+    document: range
 
 
 _Part: TypeAlias = tuple[Prompt, kept_rows.KeptRows, tuple[int, ...]]
@@ -264,10 +278,10 @@ class DilatedKVCache(DeepOnly):
                 key, value = autocast_inputs(key, value)
                 to = self._rows_in(rows)
                 self._check_rows(key, value, len(to))
-                layout = resolve_layout(layout, key.shape[1], ends)
-                found = find_prompts(documents, lengths, layout.length, to)
+                layout = _resolve_layout(layout, key.shape[1], ends)
+                found = _find_prompts(documents, lengths, layout.length, to)
                 self._check_length(max(len(prompt.document) for prompt in found))
-                agreed.on({"cache": self.described} | words_of(layout, found, self._batch))
+                agreed.on({"cache": self.described} | _words_of(layout, found, self._batch))
             with torch.no_grad():
                 begun = {row: len(x.document) for x in found for row in range(self._batch)[x.to]}
                 self._begin(dict.fromkeys(begun, 0))  # half a prompt, where a rank is lost, is none
@@ -551,6 +565,54 @@ class DilatedKVCache(DeepOnly):
 
     def __repr__(self) -> str:
         return f"{_NAME}({self.described}; lengths {in_words(self._lengths.known)})"
+
+
+def _resolve_layout(layout: SequenceLayout | None, count: int, ends: Exchange) -> SequenceLayout:
+    """The layout of a prompt, of which this rank holds `count` positions; raises if it is not."""
+    if layout is None:
+        return SequenceLayout.contiguous(count * ends.world_size, ends.world_size)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout or None, got {in_brief(layout)}")
+    held = f"its key has a local sequence length of {count}"
+    layout.check_shard(ends.rank, ends.world_size, count, held)
+    return layout
+
+
+def _find_prompts(
+    documents: Integers | None, lengths: Integers | None, total: int, rows: Sequence[int]
+) -> list[Prompt]:
+    """The last document of each row of a prompt of `total` positions, for these rows of a cache.
+
+    Raises a `TypeError` or `ValueError` where documents, lengths or rows are not allowed.
+    """
+    if len(set(rows)) < len(rows):
+        raise ValueError(f"rows must differ, to take a prompt each; got {tuple(rows)}")
+    borders = () if documents is None else tuple(as_ints("documents", documents))
+    valid = () if lengths is None else tuple(as_ints("lengths", lengths))
+    in_order = list(rows) == list(range(len(rows)))
+    found = []
+    for some, ends in packed_rows(borders, valid, len(rows), total):
+        document = range(*ends[-2:]) if len(ends) > 1 else range(0)
+        if in_order:  # `some` may be all rows: of these, not of the cache
+            found.append(Prompt(some, slice(*some.indices(len(rows))), document))
+            continue
+        for row in range(len(rows))[some]:
+            to = slice(rows[row], rows[row] + 1)
+            found.append(Prompt(slice(row, row + 1), to, document))
+    return found
+
+
+def _words_of(layout: SequenceLayout, prompts: Sequence[Prompt], batch: int) -> dict[str, str]:
+    """The arguments of a prompt that must be equal on all ranks, for a cache of `batch` rows."""
+    found = [
+        f"{document.start} to {document.stop} in rows {list(range(batch)[to])}"
+        for _, to, document in prompts
+    ]
+    digest = blake2b(repr(found).encode(), digest_size=4).hexdigest()
+    return {
+        "layout": f"{layout!r} ({layout.digest[:8]})",
+        "the document that goes on": f"{', '.join(found[:3])} ({digest})",
+    }
 
 
 def _table(plan: CachePlan) -> torch.Tensor:

@@ -34,6 +34,7 @@ from ..exchange import (
     resolve_exchange,
     settle,
     together,
+    untraced,
 )
 from ..functional import autocast_inputs
 from ..options import OptionFields, check_options, read_options
@@ -42,7 +43,7 @@ from ..plan import AttentionPlan, cache
 from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
 from ..tiles import accumulate_dtype, select_backend
 from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
-from .attend import kernel_computes, merged_over_ranks, untraced
+from .attend import kernel_computes, merged_over_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
@@ -200,10 +201,11 @@ def replicated_query_attention(
         torch.Size([1, 1, 8, 16])
     """
     given = {"documents": documents, "lengths": lengths, "return_lse": return_lse, **fields}
-    out, lse = untraced(_attend)((query, key, value), pattern, positions, given)
+    out, lse = _attend((query, key, value), pattern, positions, given)
     return (out, lse) if return_lse else out
 
 
+@untraced
 def _attend(
     tensors: _Tensors, pattern: DilatedPattern, positions: range | int, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:

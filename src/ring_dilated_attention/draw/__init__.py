@@ -2,11 +2,11 @@
 
 `draw_mask`, `draw_exchange`, `draw_work`, `draw_timeline` and `draw_cache` draw with matplotlib, in
 a new figure or in axes that they are given, in the colours of a `Style`; `save` writes a figure.
-`mask_text` is the mask for a terminal. `new_figure`, `dress`, `set_titles` and `add_key` give other
-figures the same look. matplotlib and rich are imported when they are used.
+`new_figure`, `dress`, `set_titles` and `add_key` give other figures the same look. matplotlib is
+imported when it is used.
 """
 
-from .mask import By, draw_cache, draw_mask, mask_key, mask_text
+from .mask import By, draw_cache, draw_mask, mask_key
 from .ranks import TIMELINE_KEY, draw_exchange, draw_timeline, draw_work
 from .style import STYLES, Style, add_key, dress, new_figure, save, set_titles
 
@@ -23,7 +23,6 @@ __all__ = [
     "draw_work",
     "dress",
     "mask_key",
-    "mask_text",
     "new_figure",
     "save",
     "set_titles",

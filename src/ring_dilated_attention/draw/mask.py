@@ -16,7 +16,6 @@ from .style import LIGHT, Style, add_key, dress, new_figure, set_titles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from rich.text import Text
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -24,8 +23,8 @@ By: TypeAlias = Literal["branch", "rank"]
 
 NOTHING, OWN = -1, -2
 """In place of a branch or rank: the query sees no key there; its own rank has the key."""
-_MOST_CELLS, _MOST_SQUARES, _MOST_IN_TEXT, _MOST_IN_KEY = 128, 64, 40, 10
-"""Cells a side of a figure, of one with squares set apart, and of a terminal; lines of a key."""
+_MOST_CELLS, _MOST_SQUARES, _MOST_IN_KEY = 128, 64, 10
+"""Cells a side of a figure, and of one with squares set apart; lines of a key."""
 _MOST_KEYS = 128  # of a cache that are squares, each
 _GAP = 0.06  # between a cell's edge and its square, in cells
 
@@ -33,12 +32,6 @@ _GAP = 0.06  # between a cell's edge and its square, in cells
 def cell_size(length: int, most: int) -> int:
     """Positions of a cell a side: the least power of two with at most `most` cells."""
     return 1 << (-(-length // most) - 1).bit_length()
-
-
-def _cells_in_words(size: int) -> str:
-    side = short_count(size)
-    many = f"1 cell = {side} × {side} positions, set if any pair is visible"
-    return many if size > 1 else "1 cell = 1 position"
 
 
 def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
@@ -190,7 +183,10 @@ def draw_mask(
     for axis in (axes.xaxis, axes.yaxis):
         mark_positions(axis, end)
     dress(axes, style, spines=())
-    set_titles(axes, style, f"Head {head}", _cells_in_words(size), lift=32 * (by == "rank"))
+    side = short_count(size)
+    many = f"1 cell = {side} × {side} positions, set if any pair is visible"
+    words = many if size > 1 else "1 cell = 1 position"
+    set_titles(axes, style, f"Head {head}", words, lift=32 * (by == "rank"))
     if by == "rank":
         _mark_ranks(axes, plan.layout, end, style)
     return axes
@@ -238,39 +234,6 @@ def _mark_ranks(axes: Axes, layout: SequenceLayout, end: int, style: Style) -> N
             line(low, color=style.ink, linewidth=0.7 * (low > 0))
     axes.tick_params(labelleft=False)
     axes.yaxis.labelpad = 34
-
-
-def mask_text(
-    plan: AttentionPlan,
-    head: int = 0,
-    *,
-    by: By = "branch",
-    style: Style = LIGHT,
-    width: int = 80,
-) -> Text:
-    """Draw which keys each query of a head sees, for a terminal; see `draw_mask` for the rest.
-
-    Lines have at most `width` characters. Cells have the colour and the number of branches, from 1,
-    or ranks, from 0 (letters beyond 9), ``o`` for keys on the rank of the query.
-    """
-    from rich.text import Text
-
-    margin = len(f"{plan.layout.length:,}") + 1
-    most = max(min((width - margin) // 2, _MOST_IN_TEXT), 1)
-    size, key = cell_size(plan.layout.length, most), mask_key(plan, by, style)
-    signs = "0123456789abcdefghijklmnopqrstuvwxyz"
-    looks = {NOTHING: (". ", "dim")}
-    for kind, (_, color) in key.items():
-        sign = "o" if kind == OWN else signs[min(kind + (by == "branch"), len(signs) - 1)]
-        looks[kind] = f"{sign} ", f"on {color}"
-    text = Text(f"{plan_in_words(plan)}\nhead {head}; rows: queries, columns: keys\n")
-    for number, row in enumerate(mask_cells(plan, head, by, size)):
-        text.append(f"{number * size:>{margin - 1},} ")
-        text.append_tokens(looks[kind] for kind in row.tolist())
-        text.append("\n")
-    for kind, (words, _) in list(key.items())[:_MOST_IN_KEY]:
-        text.append_tokens([looks[kind], (f" {words}\n", "")])
-    return text.append(_cells_in_words(size))
 
 
 def kept_keys(pattern: DilatedPattern, num_kv_heads: int, kv_head: int, length: int) -> list[range]:

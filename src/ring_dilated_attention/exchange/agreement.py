@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,11 +29,8 @@ class Shared(NamedTuple):
     advice: str = ""
 
     @classmethod
-    def of(
-        cls, words: Mapping[str, Any], advice: str = "", counted: Mapping[str, Any] | None = None
-    ) -> Shared:
-        """Arguments by name; `counted` are more of them, that go on from call to call."""
-        words = {**words, **(counted or {})}
+    def of(cls, words: Mapping[str, Any], advice: str = "") -> Shared:
+        """Arguments by name."""
         return cls(words, hashlib.blake2b(repr(words).encode()).digest(), advice)
 
 
@@ -101,46 +98,33 @@ class together:  # noqa: N801
         if isinstance(self._where, Scope):
             settle(self._where, self._ends, self.device, shared, error, later=self._later)
         else:
-            _agree(self._where, self._ends, shared, error, self.device)
+            agree(self._where, self._ends, shared, error, self.device)
 
 
 def agree(
     name: str,
     ends: Exchange,
-    shared: Mapping[str, Any] | None,
+    shared: Mapping[str, Any] | Shared | None,
     failure: Exception | None,
     device: torch.device,
-    advice: str = "",
 ) -> None:
     """A call of the group that does nothing but agree: see `settle`.
 
     Args:
         name: what was called, for the message.
         ends: this rank's end of the group.
-        shared: the arguments that must be equal on all ranks, by name; None if this rank refused.
+        shared: the arguments that must be equal on all ranks; None if this rank refused.
         failure: why this rank refused its arguments; None if it did not.
         device: where the tensors of the call are.
-        advice: what to do where the arguments differ, for the message.
 
     Raises:
         Exception: see `settle`.
     """
-    words = None if shared is None or ends.world_size == 1 else Shared.of(shared, advice)
-    _agree(name, ends, words, failure, device)
-
-
-def _agree(
-    name: str,
-    ends: Exchange,
-    shared: Shared | None,
-    failure: Exception | None,
-    device: torch.device,
-) -> None:
     if ends.world_size > 1:
-        _agree_with_others(name, ends, shared, failure, device)
-        return
-    with ends.calls.enter(name, "inputs") as scope:  # which torch.compile traces
-        settle(scope, ends, device, None, failure)
+        words = shared if shared is None or isinstance(shared, Shared) else Shared.of(shared)
+        _agree_with_others(name, ends, words, failure, device)
+    elif failure is not None:
+        raise failure
 
 
 @untraced
@@ -151,7 +135,6 @@ def _agree_with_others(
     failure: Exception | None,
     device: torch.device,
 ) -> None:
-    """`_agree` with several ranks: collectives, which torch.compile must not trace."""
     refuse_capture(name, ends, device)
     with ends.calls.enter(name, "inputs") as scope:
         settle(scope, ends, device, shared, failure)
@@ -252,7 +235,7 @@ def _in_words(shared: Shared | None, device: torch.device | None) -> dict[str, s
 
 
 class Agreeing:
-    """`share` and `maximum` of an `Exchange` that has `begin`."""
+    """`share` of an `Exchange` that has `begin`."""
 
     world_size: int
     begin: Callable[..., Callable[[], list[tuple[int, bytes]]]]
@@ -260,13 +243,6 @@ class Agreeing:
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`; the ranks are in the same call, or all of them raise."""
-        return self._shared(value, None)
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return [max(column) for column in zip(*self._shared(list(values), device), strict=True)]
-
-    def _shared(self, value: Any, device: torch.device | None) -> list[Any]:
         if self.world_size == 1:
             return [value]
         calls: Calls = self.calls
@@ -274,7 +250,7 @@ class Agreeing:
         scope = calls.scope or Scope(calls, Call(calls.number, "a collective", "between calls"))
         ends: Any = self
         said = json.dumps(value).encode()
-        return [json.loads(data) for data in _begin(scope, ends, None, None, device, said)()]
+        return [json.loads(data) for data in _begin(scope, ends, None, None, None, said)()]
 
 
 def refuse_capture(name: str, ends: Exchange, device: torch.device) -> None:
@@ -322,9 +298,6 @@ def _disagreement(everyone: list[_Story]) -> str:
         if len(ranks) > 1:
             values = ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
             differences.append(f"{name} is {values}")
-    if not differences:
-        orders = [f"{', '.join(shared)} on rank {rank}" for rank, shared in enumerate(calls)]
-        differences.append(f"they are in another order, {'; '.join(orders)}")
     return f"was called with different arguments on different ranks: {'; '.join(differences)}"
 
 

@@ -56,7 +56,6 @@ class LostPeerError(ExchangeError):
     def __init__(self, peers: Sequence[int], why: str = "") -> None:
         who = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "a rank"
         super().__init__(f"{who} did not answer" + (f": {why}" if why else ""))
-        self.peers = tuple(peers)
 
 
 class Connection(Protocol):

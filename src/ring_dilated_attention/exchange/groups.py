@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
-from datetime import timedelta
-from functools import lru_cache
 from typing import TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,10 +25,6 @@ class _Members:
 
     A collective: all ranks make theirs in their first call. It holds no reference to the group.
 
-    Args:
-        group: the group.
-        timeout: seconds to wait for the others.
-
     Attributes:
         gloo: for agreements, and for rows on the CPU.
         nccl: for rows on GPUs, from the first call with some on.
@@ -41,17 +34,18 @@ class _Members:
         ExchangeError: a rank did not come, or ranks have different versions of this package.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        store = dist.PrefixStore("ring_dilated_attention", _get_process_group_store(group))
-        self.store, self.timeout = dist.PrefixStore(f"{timeout:g} s", store), timeout
+        store = _get_process_group_store(group)
+        self.store = dist.PrefixStore("ring_dilated_attention", store)
+        self.timeout = timeout_of(group)
         self.nccl: Nccl | None = None
         self.gloo: Gloo | DryRun
         try:
             if is_fake(group):
                 self.gloo = DryRun(world_size)
             else:
-                self.gloo = Gloo(self.store, rank, world_size, timeout)
+                self.gloo = Gloo(self.store, rank, world_size, self.timeout)
             versions = [data.decode() for _, data in self.gloo.begin(0, __version__.encode())()]
         except LostPeerError as lost:
             raise ExchangeError(
@@ -68,12 +62,12 @@ class _Members:
 
 
 @untraced
-def _meet(group: dist.ProcessGroup, timeout: float) -> _Members:
-    return _Members(group, timeout)
+def _meet(group: dist.ProcessGroup) -> _Members:
+    return _members.setdefault(group, _Members(group))
 
 
-_members: WeakKeyDictionary[dist.ProcessGroup, dict[float, _Members]] = WeakKeyDictionary()
-"""Of each group that has made a call, by timeout, for as long as the group lives."""
+_members: WeakKeyDictionary[dist.ProcessGroup, _Members] = WeakKeyDictionary()
+"""Of each group that has made a call, for as long as the group lives."""
 
 
 class ProcessGroupExchange(Agreeing):
@@ -81,8 +75,9 @@ class ProcessGroupExchange(Agreeing):
 
     Rows on the CPU travel over gloo, rows on GPUs over NCCL. The communicators are this package's
     own, so that rows do not queue behind the caller's collectives, nor these behind them. The first
-    call with a group makes them, which takes seconds on GPUs. In a ``fake`` group of torch's, for
-    dry runs, nothing travels: shapes and memory are those of a rank, numbers are not.
+    call with a group makes them, which takes seconds on GPUs. Their timeout is that of the group
+    (see `torch.distributed.init_process_group`) at its first call. In a ``fake`` group of torch's,
+    for dry runs, nothing travels: shapes and memory are those of a rank, numbers are not.
 
     Ranks agree on every call over gloo, before its first row moves: ranks in different calls, or
     with arguments that do not fit, raise on every rank, and may go on. A rank that fails alone, or
@@ -91,26 +86,19 @@ class ProcessGroupExchange(Agreeing):
     until the timeout. torchrun ends all ranks when one has ended.
 
     Args:
-        group: the group; this process must be a member.
-        timeout: how long to wait for another rank, in seconds or as a timedelta; the same on all
-            ranks. None: the group's own timeout (see `torch.distributed.init_process_group`), as it
-            is at the group's first call.
+        group: the group, of gloo, NCCL or ``fake``; this process must be a member.
 
     Raises:
-        TypeError: `timeout` is neither a number, a timedelta nor None.
-        ValueError: this process is not a member of the group, or `timeout` is not > 0 and finite;
-            from a call: its tensors are on another GPU than those of the first.
+        ValueError: this process is not a member of the group; from a call: its tensors are on
+            another GPU than those of the first.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout: float | timedelta | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         if not isinstance(group, dist.ProcessGroup):  # as that of ranks outside of it is none
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group {group!r}")
         self.rank, self.world_size = group.rank(), group.size()  # dist.get_rank takes longer
         self.sent_bytes = 0
         self._group = group
-        self._timeout = None if timeout is None else _seconds(timeout)
         self._found: _Members | None = None
 
     @property
@@ -121,11 +109,7 @@ class ProcessGroupExchange(Agreeing):
     @property
     def _met(self) -> _Members:
         if self._found is None:
-            known = _members.setdefault(self._group, {})
-            timeout = timeout_of(self._group) if self._timeout is None else self._timeout
-            if timeout not in known:
-                known[timeout] = _meet(self._group, timeout)
-            self._found = known[timeout]
+            self._found = _members.get(self._group) or _meet(self._group)
         return self._found
 
     @property
@@ -172,18 +156,6 @@ class ProcessGroupExchange(Agreeing):
         return self._met.gloo.begin(number, data)
 
 
-def _seconds(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(
-            f"timeout must be a number of seconds, a timedelta or None; got {timeout!r}"
-        )
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be > 0 and finite; got {timeout}")
-    return float(timeout)
-
-
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | Exchange | None
 """Type of a `group` argument: a ProcessGroup, a 1-D DeviceMesh, an Exchange, or None for one
 process on its own."""
@@ -191,7 +163,7 @@ process on its own."""
 _OWN = "exchange "
 """Prefix of the names of `Exchange` objects that callers have made."""
 
-_MEMBERS = ("rank", "world_size", "calls", "start", "begin", "maximum", "share")
+_MEMBERS = ("rank", "world_size", "calls", "start", "begin", "share")
 """The members by which an `Exchange` is recognised."""
 
 _registered: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
@@ -307,16 +279,10 @@ def place_in(group: Group) -> tuple[int, int]:
 
 def _refuse_a_missing_group() -> None:
     """``dist.group.WORLD`` is None before `init_process_group`: no rank must then compute alone."""
-    ranks = ranks_of_launcher()
+    ranks = os.environ.get("WORLD_SIZE", "1")  # as torchrun sets it
     if ranks != "1" and not dist.is_initialized():
         raise ValueError(
             f"group is None in one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not "
             "initialized: call init_process_group first, then pass a group; a rank that is to "
             "compute alone passes SoloExchange(), of ring_dilated_attention.exchange"
         )
-
-
-@lru_cache(maxsize=1)
-def ranks_of_launcher() -> str:
-    """The number of ranks that a launcher such as torchrun says there are, ``"1"`` without one."""
-    return os.environ.get("WORLD_SIZE", "1")

@@ -109,9 +109,6 @@ class Exchange(Protocol):
         All ranks call this in the same order. Nothing waits for what their devices have to compute.
         """
 
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The elementwise maximum of `values` (int64) over all ranks, whose tensors are there."""
-
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank: a collective of small values that JSON has."""
 
@@ -159,10 +156,6 @@ class SoloExchange:
     def begin(self, number: int, data: bytes = b"") -> Callable[[], list[tuple[int, bytes]]]:
         """See `Exchange.begin`."""
         return lambda: [(number, data)]
-
-    def maximum(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """See `Exchange.maximum`."""
-        return list(values)
 
     def share(self, value: Any) -> list[Any]:
         """See `Exchange.share`."""

@@ -62,19 +62,6 @@ class _LoopbackWorld:
                     letter.set_exception(LostPeerError([rank], "it has gone"))
 
 
-class _Connection:
-    """See `calls.Connection`."""
-
-    def __init__(self, world: _LoopbackWorld, rank: int) -> None:
-        self._world, self._rank = world, rank
-
-    def leave(self, why: str) -> None:
-        self._world.leave(self._rank, why)
-
-    def reason(self) -> str | None:
-        return self._world.reason
-
-
 class _Letter(NamedTuple):
     """A sent tensor; on CUDA with an event, for a receiver on another stream to wait for."""
 
@@ -114,9 +101,7 @@ class LoopbackExchange(Agreeing):
 
     def __init__(self, world: _LoopbackWorld, rank: int) -> None:
         self.rank, self.world_size, self.sent_bytes = rank, world.world_size, 0
-        self.calls = Calls(
-            rank, world.world_size, _Connection(world, rank), main=threading.current_thread()
-        )
+        self.calls = Calls(rank, world.world_size, self, main=threading.current_thread())
         self._world = world
         self._numbered_call = 0
         self._numbers = Counter[tuple[int, int, bool]]()  # of messages of that call
@@ -142,6 +127,14 @@ class LoopbackExchange(Agreeing):
             return Nothing()
         peer, into = receive
         return _LoopbackReceipt(self._world, self._key(peer, self.rank, is_rows=True), into)
+
+    def leave(self, why: str) -> None:
+        """See `calls.Connection`."""
+        self._world.leave(self.rank, why)
+
+    def reason(self) -> str | None:
+        """See `calls.Connection`."""
+        return self._world.reason
 
     def _post(self, key: _Key, content: Any) -> None:
         letter = self._world.letter(key)

@@ -120,7 +120,7 @@ class Gloo:
             if one is not None:
                 peer, tensor = one
                 try:
-                    works.add(peer, tensor, start([tensor], peer, tag))
+                    works.add([peer], [tensor], start([tensor], peer, tag))
                 except RuntimeError as error:
                     raise LostPeerError([peer], _said(error)) from error
         return works
@@ -180,18 +180,18 @@ class DryRun:
 
 
 class _Works:
-    """Transfers of gloo under way, and the tensors that must outlive them."""
+    """Transfers under way, and the tensors that must outlive them."""
 
     def __init__(self) -> None:
-        self._works: list[tuple[int, torch.Tensor, Any]] = []
+        self._works: list[tuple[list[int], list[torch.Tensor], Any]] = []
 
-    def add(self, peer: int, tensor: torch.Tensor, work: Any) -> None:
-        self._works.append((peer, tensor, work))
+    def add(self, peers: list[int], tensors: list[torch.Tensor], work: Any) -> None:
+        self._works.append((peers, tensors, work))
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
-        for peer, _, work in self._works:
-            _wait(work, [peer])
+        """See `Pending.wait`; of NCCL's, streams wait."""
+        for peers, _, work in self._works:
+            _wait(work, peers)
         self.forget()
 
     def forget(self) -> None:
@@ -269,10 +269,10 @@ class Nccl:
             self.transfer((to, sent), (source, received), 0).wait()
         torch.cuda.synchronize(device)
 
-    def transfer(self, send: Message | None, receive: Message | None, number: int) -> _Launched:
+    def transfer(self, send: Message | None, receive: Message | None, number: int) -> _Works:
         """See `Exchange.start`. Both in one launch: two would wait for each other."""
         messages: Any = self._messages
-        peers = [one[0] for one in (receive, send) if one is not None]
+        works, peers = _Works(), [one[0] for one in (receive, send) if one is not None]
         try:
             messages._start_coalescing(self.device)
             try:
@@ -283,16 +283,5 @@ class Nccl:
                 work = messages._end_coalescing(self.device)
         except dist.DistBackendError as error:
             raise LostPeerError(peers, _said(error)) from error
-        return _Launched(work, [one[1] for one in (send, receive) if one is not None])
-
-
-class _Launched:
-    """Transfers that streams wait for, and the tensors that must outlive them."""
-
-    def __init__(self, work: Any, tensors: list[torch.Tensor]) -> None:
-        self._work, self._tensors = work, tensors
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        self._work.wait()
-        self._tensors.clear()
+        works.add(peers, [one[1] for one in (send, receive) if one is not None], work)
+        return works

@@ -27,7 +27,6 @@ from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
 from .device_profile import (
     MOST_NEW_ROWS,
     NO_END,
-    DecodeTuning,
     decode_config,
     power_of_two,
     profile_of,
@@ -35,6 +34,10 @@ from .device_profile import (
 from .forward import attend
 from .launch import KernelLaunch, kernel
 
+PROGRAMS, ROUNDS = 2, 4
+"""Programs of a multiprocessor at a time, as many as its shared memory takes; and about how many
+times that many share a call at most. Each program writes sums, which have to be merged; more of
+them fill the last round better. Tuned on an H200."""
 _UNEVEN_SPLITS = 8
 """Programs, at least, that share the rows of a block where some KV heads see more than others: a
 head is a member of a branch at some positions only."""
@@ -407,13 +410,6 @@ def _merge_kernel(
             tl.store(lengths + batch, tl.load(lengths + batch) + count)
 
 
-def _new_or_unread(
-    new: NewRows | None, q: torch.Tensor, table: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """New keys, values and lengths; where there are none, tensors that are not read."""
-    return (q, q, table) if new is None else new[:3]
-
-
 def attend_to_strips(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -445,8 +441,8 @@ def attend_to_strips(
         has no room for.
     """
     table = strips.table
-    new_k, new_v, lengths = _new_or_unread(new, q, table)
-    numbers, split, merge = _launches(
+    new_k, new_v, lengths = (q, q, table) if new is None else new[:3]  # None: not read
+    numbers, split, merge = launches_of(
         (q.shape, k.shape),
         (q.stride(), k.stride(), v.stride(), new_k.stride(), new_v.stride()),
         (table.stride(0) if table.shape[0] > 1 else 0, table.stride(1)),
@@ -455,7 +451,6 @@ def attend_to_strips(
         float(scale),
         (q.dtype, q.device),
         (new is not None, new is not None and new.are_seen_here),
-        profile_of(q.device).decode,
     )
     parts = q.new_empty(numbers, dtype=torch.float32)
     _split_kernel(split, (q, k, v, new_k, new_v, table, parts))
@@ -466,7 +461,7 @@ def attend_to_strips(
 
 
 @lru_cache(maxsize=_SHAPES_KEPT)
-def _launches(
+def launches_of(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
     table_strides: tuple[int, int],
@@ -475,7 +470,6 @@ def _launches(
     scale: float,
     like: tuple[torch.dtype, torch.device],
     new: tuple[bool, bool],
-    tuning: DecodeTuning,
 ) -> tuple[int, KernelLaunch, KernelLaunch]:
     """How calls of one shape are launched, whatever their tensors hold: see `attend_to_strips`.
 
@@ -488,7 +482,6 @@ def _launches(
         scale: factor on the scores.
         like: dtype and device of q.
         new: whether there are new rows, and whether this rank computes what is seen of them.
-        tuning: how a call is cut into programs.
 
     Returns:
         Float32 numbers that the first launch writes and the second one reads: out (B * K, S,
@@ -502,10 +495,10 @@ def _launches(
     blocks = pairs * -(-rows // config.block_m)
     splits = _splits(
         blocks,
-        tuning.programs * profile_of(device).multiprocessors,
+        PROGRAMS * profile_of(device).multiprocessors,
         _UNEVEN_SPLITS if counts[1] > 1 else 1,
         -(-most_rows // config.block_n),
-        tuning.rounds,
+        ROUNDS,
     )
     of_all = {
         "HEAD_DIM": head_dim,

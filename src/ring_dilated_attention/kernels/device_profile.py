@@ -30,20 +30,6 @@ _H200_RATE = _H200_MULTIPROCESSORS * _H200_MHZ * _OPERATIONS[9, 0]
 
 
 @dataclass(frozen=True)
-class DecodeTuning:
-    """How attention of a few queries to a KV cache is cut into programs.
-
-    Attributes:
-        programs: of a multiprocessor at a time: as many as its shared memory takes.
-        rounds: of that many programs, at most about. Each program writes its sums, which have to be
-            merged; more of them fill the last round better.
-    """
-
-    programs: int = 2
-    rounds: int = 4
-
-
-@dataclass(frozen=True)
 class DeviceProfile:
     """A device, beside an H200.
 
@@ -52,14 +38,12 @@ class DeviceProfile:
         multiprocessors: how many.
         shared_bytes: shared memory that a program of a kernel may take.
         rate: half-precision operations in a second, an H200's being 1.
-        decode: as tuned on an H200.
     """
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
     rate: float
-    decode: DecodeTuning = DecodeTuning()
 
     def flops(self, on_h200: float) -> float:
         """How many operations take as long as `on_h200` do on an H200."""

@@ -226,7 +226,7 @@ def lengths_of_mask(
     column = torch.zeros(batch, 1, dtype=torch.int64, device=mask.device)
     stops = torch.cat((torch.where(mask, 0, positions + 1), column), 1).amax(1)
     padded = torch.cat((torch.where(mask, -positions, -total), column - total), 1).amax(1)
-    found = ends.maximum(torch.cat((stops, padded)).tolist(), mask.device)
+    found = torch.tensor(ends.share(torch.cat((stops, padded)).tolist())).amax(0).tolist()
     lengths, paddings = found[:batch], [-x for x in found[batch:]]
     for row, (stop, first) in enumerate(zip(lengths, paddings, strict=True)):
         if first < stop:

@@ -43,27 +43,25 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ..exchange import Group, one_group, resolve_exchange
+from ..exchange import Group, one_group, resolve_exchange, untraced
 from ..layout import SequenceLayout
 from ..options import Schedule, check_options
-from ..parallel import comparing
 from ..pattern import DilatedPattern, check_head_slice
 from ..tiles import Backend
-from .transformers_cache import DilatedCache as DilatedCache  # offered here
 from .transformers_call import (
     SETTINGS,
     Call,
-    Head,
     Settings,
     by_name,
+    check_head,
+    check_loss,
     is_cached,
-    layout_in_words,
-    part_on_ranks,
     prepared,
+    shard_batch,
 )
-from .transformers_call import shard_batch as shard_batch  # offered here
 from .transformers_generate import (
     CachedCall,
+    DilatedCache,
     attended,
     prepare_cache_for_generation,
     prepared_with_cache,
@@ -71,18 +69,12 @@ from .transformers_generate import (
 )
 from .transformers_support import (
     HARMLESS,
-    IMAGE_MASKS,
     NAME,
     PACKING,
-    Positions,
-    check_arguments,
     check_model,
     erase,
     saved,
-    takes_images,
-    with_embeddings,
     without_adapters,
-    without_head,
     write,
 )
 
@@ -167,29 +159,18 @@ def set_attention(
         raise ValueError(f"pattern must be given: the config of this {name} holds none")
     check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
     heads = None if head_slice is None else check_head_slice(head_slice)
-    base: Any = without_head(model)
+    base: Any = model.base_model
     check_model(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
-    if base.config._attn_implementation != NAME:
-        raise ValueError(
-            f"{name} does not take its attention from transformers' AttentionInterface; its "
-            f"attn_implementation stays {base.config._attn_implementation}"
-        )
     _remove_hooks(model)
-    positions = Positions.of(base)
-    _tell(model, Settings(pattern, group, layout, exchange, backend, heads, positions))
-    before, behind = [(base, _before_base)], [(base, _after_base)]
-    if takes_images(base):
-        before, behind = [(base, _before_images)], []
-        behind += [(with_embeddings(base).embeddings, _shard_images)] if ranks > 1 else []
-    elif base is not model:
-        before.append((model, _before_head))
-        behind.append((model, _after_head))
+    _tell(model, Settings(pattern, group, layout, exchange, backend, heads))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
-    handles: list[Any] = [x.register_forward_pre_hook(f, with_kwargs=True) for x, f in before]
-    handles += [x.register_forward_hook(f, with_kwargs=True) for x, f in behind]
+    handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
+    handles += [base.register_forward_hook(_after_base, with_kwargs=True)]
+    if ranks > 1 and base is not model:
+        handles += [model.register_forward_pre_hook(_before_head, with_kwargs=True)]
     setattr(model, _HOOKS, handles)
     write(model.config, pattern)
 
@@ -246,19 +227,13 @@ def _settings_of(model: nn.Module) -> Settings:
     return settings
 
 
-def _holders(model: Any) -> list[Any]:
-    """Modules that get the settings: of images all, since no call is handed down to attention."""
-    base = without_head(model)
-    return [model, *base.modules()] if takes_images(base) else [model, base]
-
-
 def _tell(model: Any, settings: Settings) -> None:
-    for module in _holders(model):
+    for module in (model, model.base_model):
         setattr(module, SETTINGS, settings)
 
 
 def _remove_hooks(model: Any) -> None:
-    for module in _holders(model):
+    for module in (model, model.base_model):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
@@ -300,31 +275,28 @@ def attention_forward(
         ValueError: `set_attention` was not called, or an argument is not supported.
     """
     call = kwargs.pop(NAME, None)
-    own: Any = getattr(module, SETTINGS, None)  # of a model of images
-    call = Call(own, own.layout) if call is None and own is not None else call
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}: a name alone has no pattern. from "
             "ring_dilated_attention.integrations.transformers import set_attention, and call "
-            "set_attention(model, pattern) with the model that you call (it must hand keyword "
-            "arguments down to its attention); where only a part of a model has a pattern, load "
-            "the model with attn_implementation="
-            f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
+            "set_attention(model, pattern) with the model that you call; where only a part of a "
+            f"model has a pattern, load the model with attn_implementation={{'text_config': "
+            f"{NAME!r}}}, the name of that part's config; got {call!r}"
         )
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     harmless = HARMLESS if call.documents is None else HARMLESS.union(PACKING)  # it has them
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    why = ""
+    why, is_tensor = "", isinstance(attention_mask, Tensor)
     if given:
-        got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
+        got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
-    elif not isinstance(attention_mask, str | None):
+    elif is_tensor or attention_mask not in (None, _MASKS[not causal]):
         why = (
-            "a mask must be a right padding, given to the model as a 2-D attention_mask; got "
-            f"{type(attention_mask).__name__} of shape "
-            f"{tuple(getattr(attention_mask, 'shape', ()))}"
+            "a mask must be a right padding, given to the model as a 2-D attention_mask, and "
+            f"{_MASKS[not causal]} where the layer has is_causal={causal}; got "
+            f"{'a Tensor' if is_tensor else attention_mask}"
         )
     elif dropout:
         why = (
@@ -335,14 +307,6 @@ def attention_forward(
         why = (
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
-        )
-    elif causal is None:
-        why = "attention must have is_causal, or be given it; got None"
-    elif attention_mask is not None and attention_mask != _MASKS[not causal]:
-        why = (
-            f"the layer has is_causal={causal}, but its model asks for a {attention_mask} mask, so "
-            "that transformers' own eager and sdpa attention differ: use a config whose layers "
-            "and masks agree (is_causal and use_bidirectional_attention decide it)"
         )
     if why:
         raise ValueError(f"{why} (in {type(module).__name__})")
@@ -396,15 +360,12 @@ def attention_mask(
 # --- hooks
 
 
-def _untraced(function: Callable[..., Any]) -> Any:
-    """torch.compile cannot trace what ranks tell each other, nor what a cache becomes."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-
-_attended_untraced = _untraced(attended)
-_prepared_untraced = _untraced(prepared)
-_prepared_with_cache_untraced = _untraced(prepared_with_cache)
-_restored_untraced = _untraced(restored)
+# torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
+_attended_untraced = untraced(attended)
+_prepared_untraced = untraced(prepared)
+_prepared_with_cache_untraced = untraced(prepared_with_cache)
+_restored_untraced = untraced(restored)
+_check_loss_untraced = untraced(check_loss)
 
 
 def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -425,65 +386,9 @@ def _after_base(
     return _restored_untraced(module, call, output) if isinstance(call, CachedCall) else None
 
 
-def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a head: gives the model under it a `Head`, where ranks or a cache need one."""
-    settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
-    ranks = 1 if settings.group is None else resolve_exchange(settings.group).world_size
-    head = Head.of(module, given, ranks)
-    if ranks == 1 and head.failure is not None:
-        raise head.failure
-    if ranks == 1 and not is_cached(given):
-        return None
-    if head.labels is None:
-        return args, {**kwargs, NAME: head}
-    # Heads of tokens other than causal ones divide by the labels of a shard: `_after_head` does it.
-    return (), {**given, "labels": None, "num_items_in_batch": None, NAME: head}
-
-
-def _after_head(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
-    """Behind a head: the loss, where `_before_head` has taken the labels out."""
-    head = kwargs.get(NAME)
-    if not isinstance(head, Head):
-        return None
-    if head.failure is not None:  # of a head that keeps its keyword arguments for itself
-        raise head.failure
-    if head.labels is not None:
-        output.loss = head.loss(output.logits)
-    return output
-
-
-def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a model of images: refuses what would be ignored; ranks compare their images."""
-    given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
-    ends = resolve_exchange(settings.group)
-    with comparing(type(module).__name__, ends) as compared:
-        for name in IMAGE_MASKS:
-            if isinstance(mask := given.get(name), Tensor) and bool((mask == 1).all()):
-                given[name] = None  # no patch is padding
-        check_arguments(module, given, settings.pattern, ends.world_size, "images")
-        compared.update({k: x for k, x in given.items() if isinstance(x, Tensor | bool)})
-        compared["layout"] = layout_in_words(settings.layout)
-    return (), given
-
-
-def _shard_images(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
-    """Behind the embeddings: this rank's tokens, (batch, local_sequence, hidden)."""
-    settings: Any = getattr(module, SETTINGS)
-    ends, tokens, layout = resolve_exchange(settings.group), output.shape[1], settings.layout
-    if layout is None and tokens % ends.world_size == 0:
-        layout = SequenceLayout.contiguous(tokens, ends.world_size)
-    if layout is None or (layout.length, layout.world_size) != (tokens, ends.world_size):
-        raise ValueError(  # on every rank: all have the same images and layout
-            f"an image has {tokens} tokens, a class token included, on {ends.world_size} ranks: "
-            f"set_layout(model, SequenceLayout.contiguous({tokens}, {ends.world_size})); got "
-            f"{settings.layout}"
-        )
-    shard: Tensor = layout.shard(output, ends.rank, 1)
-    return shard.contiguous()
+def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model with a head, on several ranks."""
+    check_head(by_name(module, args, kwargs), getattr(module, SETTINGS).ranks)
 
 
 # --- registration
@@ -513,32 +418,32 @@ def _restore_when_made() -> None:
     PreTrainedModel.post_init = made
 
 
-def _refuse_losses_of_shards() -> None:
-    """Let a model around a part with ranks, as of vision and language, check its own loss.
+def _check_losses() -> None:
+    """Let every model whose tokens ranks share check the arguments of its loss.
 
-    Its labels do not reach the part, so no hook there sees them.
+    Also a model around such a part, as of vision and language, whose labels do not reach the part.
     """
     own: Any = PreTrainedModel.loss_function
 
     def loss_function(model: PreTrainedModel) -> Any:
-        function = own.fget(model)
-        ranks = 1 if torch.compiler.is_compiling() else part_on_ranks(model)
-        return function if ranks == 1 else partial(_loss_of_ranks, function, ranks)
+        function, settings = own.fget(model), getattr(model, SETTINGS, None)
+        if settings is None and not torch.compiler.is_compiling():
+            parts = (vars(module).get(SETTINGS) for module in model.modules())
+            settings = next((x for x in parts if x is not None), None)
+        return function if settings is None else partial(_checked_loss, function, model, settings)
 
     PreTrainedModel.loss_function = property(loss_function, own.fset)
 
 
-def _loss_of_ranks(function: Any, ranks: int, *args: Any, **kwargs: Any) -> Any:
-    for name in ("shift_labels", "num_items_in_batch"):
-        if kwargs.get(name) is None:
-            raise ValueError(
-                f"on {ranks} ranks labels need {name}: shard_batch returns shift_labels, and "
-                f"labels_per_rank num_items_in_batch; got {name}=None"
-            )
+def _checked_loss(
+    function: Any, model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any
+) -> Any:
+    check = check_loss if settings.group is None else _check_loss_untraced
+    check(model, settings, kwargs["logits"] if "logits" in kwargs else args[0], kwargs)
     return function(*args, **kwargs)
 
 
 _restore_when_made()
-_refuse_losses_of_shards()
+_check_losses()
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -349,7 +349,7 @@ def test_a_saved_part_comes_back_by_the_name_of_its_config(tmp_path, monkeypatch
     model.save_pretrained(tmp_path)
     load = transformers.LlavaForConditionalGeneration.from_pretrained
     for options in ({}, {"attn_implementation": "sdpa"}):
-        with pytest.raises(ValueError, match=r"part of another, \{'text_config': 'ring_dil"):
+        with pytest.raises(ValueError, match=r"part of another model, \{'text_config': 'ring_dil"):
             load(tmp_path, **options)
     whole = load(tmp_path, dtype=torch.float64, attn_implementation=name)
     with pytest.raises(ValueError, match=r"no settings reached CLIP.*\{'text_config': 'ring_dil"):

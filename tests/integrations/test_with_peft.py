@@ -98,18 +98,6 @@ def test_a_loss_of_a_shard_is_refused_behind_adapters_too(order):
     on_group(model, 2, run, layout=layout)
 
 
-def test_an_old_peft_passes_the_hooks_and_is_refused_on_ranks(monkeypatch):
-    model, layout = adapted(ORDERS[0]), LAYOUTS["zigzag 2"]
-    monkeypatch.setattr(peft, "__version__", "0.20.0")
-
-    def run(own, ends):
-        with pytest.raises(ValueError, match=r"got adapters of peft 0\.20\.0: peft 0\.21 or later"):
-            own(**shard_of(batch_of("plain"), layout, ends))
-
-    on_group(model, 2, run, layout=layout)
-    model(**batch_of("plain"))  # one process is right with any version
-
-
 def test_a_merged_model_is_the_same_and_saves_its_pattern(tmp_path):
     model, batch = adapted(ORDERS[1]), batch_of("packed")
     want = model(**batch).logits

@@ -112,17 +112,17 @@ def set_attention(
     ``shift_labels``, and ``num_items_in_batch`` as `labels_per_rank` returns it: then the average
     of the ranks' losses and gradients, which DDP and FSDP take, is that of the whole batch.
 
-    A call with ``use_cache=True`` or a KV cache, as ``generate`` makes them, takes whole
-    sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
-    counts for prompts of its length; others are sharded zigzag.
+    A call with ``use_cache=True`` or a KV cache, as ``generate`` makes them, takes whole sequences
+    on every rank, whatever the layout; see `DilatedCache`. On several ranks a prompt's logits are
+    those of its last token alone.
 
     The config gets the pattern, so ``save_pretrained`` keeps it.
 
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
             in place, its ``attn_implementation`` and config too. Of a vision-language model, its
-            language model. On several ranks a model whose layers are all full attention and MLPs,
-            or experts.
+            language model. On several ranks a causal decoder whose layers are all full attention
+            and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
@@ -150,10 +150,9 @@ def set_attention(
     model = without_adapters(model, ranks)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        parts = model.children() if isinstance(model, nn.Module) else ()
-        held = [type(x).__name__ for x in parts if isinstance(x, PreTrainedModel)]
-        around = f" around a {held[0]}: call set_attention before it is wrapped" if held else ""
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {name}{around}")
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel, before it is wrapped, got {name}"
+        )
     pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
         raise ValueError(f"pattern must be given: the config of this {name} holds none")
@@ -277,11 +276,10 @@ def attention_forward(
     call = kwargs.pop(NAME, None)
     if not isinstance(call, Call):
         raise ValueError(
-            f"no settings reached {type(module).__name__}: a name alone has no pattern. from "
-            "ring_dilated_attention.integrations.transformers import set_attention, and call "
-            "set_attention(model, pattern) with the model that you call; where only a part of a "
-            f"model has a pattern, load the model with attn_implementation={{'text_config': "
-            f"{NAME!r}}}, the name of that part's config; got {call!r}"
+            f"no settings reached {type(module).__name__}, a name alone has no pattern: call "
+            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern); where "
+            "a part of a model alone has a pattern, load the model with "
+            f"attn_implementation={{'text_config': {NAME!r}}}, the name of the part's config"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     harmless = HARMLESS if call.documents is None else HARMLESS.union(PACKING)  # it has them
@@ -320,11 +318,7 @@ _MASKS = ("causal", "bidirectional")
 
 def attention_mask(
     *,
-    q_length: int,
-    kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
     **others: Any,
@@ -335,7 +329,7 @@ def attention_mask(
     hook has seen. Any other mask is refused here.
 
     Raises:
-        ValueError: the mask is another, or of other keys than those so far.
+        ValueError: the mask is another.
     """
     plain = {
         causal_mask_function: allow_is_causal_skip,
@@ -345,14 +339,8 @@ def attention_mask(
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         raise ValueError(
             "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees, and models that always make the mask of a sliding window, as Gemma3 "
-            "does, are not supported. For packing and padding, call set_attention(model, pattern) "
-            f"first. Got the mask {name.split('.')[0]}"
-        )
-    if kv_offset != 0 or kv_length != q_offset + q_length:
-        raise ValueError(
-            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
-            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
+            "what a head sees. For packing and padding, call set_attention(model, pattern) first. "
+            f"Got the mask {name.split('.')[0]}"
         )
     return _MASKS[mask_function is bidirectional_mask_function]
 
@@ -406,12 +394,10 @@ def _restore_when_made() -> None:
             return
         if implementation != NAME:
             raise ValueError(
-                f"the config says that this {type(model).__name__} has the dilated pattern "
-                f"{found}, but attn_implementation is {implementation!r}, which computes "
-                f"another function: pass attn_implementation={NAME!r}, or, where this model is "
-                f"part of another, {{'text_config': {NAME!r}}} with the name of its config in that "
-                f"of the whole; if you want the other attention, a config without the pattern: del "
-                f"config.{NAME}"
+                f"this {type(model).__name__} has the dilated pattern {found} by its config, but "
+                f"attn_implementation is {implementation!r}, another function: pass "
+                f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
+                f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
             )
         set_attention(model)
 

@@ -209,14 +209,13 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
             f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
             f"is valid; other masks have no dilated attention. Got {got}"
         )
-    other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else mask[:0]
     # An additive mask is 0 where a position is valid; peft's prompt tuning makes floats of a mask.
-    additive = mask.is_floating_point() and not bool((mask[:, :1] == 1).all())
-    if other.numel() or additive:
-        got = other.flatten()[0].item() if other.numel() else f"{mask.dtype} that begin with 0"
+    if mask.is_floating_point() and not bool((mask[:, :1] == 1).all()):
+        raise ValueError(f"attention_mask must be bool or int; got {mask.dtype} that begins with 0")
+    if bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
-            f"told by position_ids that restart at 0); got {got}"
+            f"told by position_ids that restart at 0); got {mask.max().item()}"
         )
     return mask.to(rows.positions.device) == 0
 
@@ -242,9 +241,9 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
 
 def _check_layers(module: nn.Module, given: dict[str, Any], documents: list[int] | None) -> None:
     """Raise a ValueError where layers other than attention would run over documents' borders."""
-    kind, needed = kind_of(module), ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-    if kind not in HYBRIDS or documents is None or len(documents) < 3:
+    if documents is None or len(documents) < 3 or (kind := kind_of(module)) not in HYBRIDS:
         return
+    needed = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
     if kind not in PACKED_HYBRIDS or any(given.get(name) is None for name in needed):
         raise ValueError(
             f"layers of {type(module).__name__} other than attention would not keep documents "

@@ -41,7 +41,14 @@ from .transformers_call import (
     inputs_of,
     pattern_of_layer,
 )
-from .transformers_support import CACHE_NAMES, DECODERS, NAME, check_arguments, kind_of
+from .transformers_support import (
+    CACHE_NAMES,
+    DECODERS,
+    NAME,
+    check_arguments,
+    kind_of,
+    without_adapters,
+)
 
 # --- the cache
 
@@ -103,7 +110,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             )
         if sharded is not None and not isinstance(sharded, bool):
             raise TypeError(f"sharded must be a bool or None, got {sharded!r}")
-        if (kind := kind_of(model)) not in DECODERS:
+        if (kind := kind_of(without_adapters(model))) not in DECODERS:
             raise ValueError(
                 "a DilatedCache is for causal decoders in which attention alone mixes positions; "
                 f"{type(model).__name__} is {kind!r}: pass use_cache=False"
@@ -148,7 +155,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name in older versions of transformers
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Note the new keys and values of a layer; attention, which comes next, adds them.
 
@@ -156,8 +163,6 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             key_states: (batch, kv_heads, m, head_dim).
             value_states: like `key_states`.
             layer_idx: of the layer.
-            args: not used.
-            kwargs: not used.
 
         Returns:
             The two tensors themselves.
@@ -214,9 +219,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         if pending is None or pending[1] is not key or pending[2] is not value:
             raise ValueError(
                 f"the keys and values in {type(module).__name__} are not what its update of the KV "
-                "cache returned: models that change or repeat them after the update, or share them "
-                "between layers, have no DilatedCache, nor has gradient checkpointing in training "
-                "mode; pass use_cache=False"
+                "cache returned: models that change or share them have no DilatedCache, nor has "
+                "gradient checkpointing in training mode; pass use_cache=False"
             )
         return pending[0]
 
@@ -450,10 +454,11 @@ def _places(given: dict[str, Any], cache: DilatedCache, rows: Rows) -> tuple[lis
     if padding is not None and not torch.equal(padding, places < 0):
         row, column = (padding != (places < 0)).nonzero()[0].tolist()
         raise ValueError(
-            "with a KV cache attention_mask must be 0 for padding on the left of the prompt, and 1 "
-            f"for all behind it; in row {row}, column {column} must be "
-            f"{int(places[row, column] >= 0)} (without a mask generate takes pad_token_id for "
-            "padding: pass attention_mask where that token is in the text)"
+            "with a KV cache attention_mask must be 0 for padding on the left of the prompt "
+            "(tokenizer.padding_side = 'left'), and 1 for all behind it; in row "
+            f"{row}, column {column} must be {int(places[row, column] >= 0)} (without a mask "
+            "generate takes pad_token_id for padding: pass attention_mask where that token is in "
+            "the text)"
         )
     places = places[:, before:]
     check_ids(ids := given.get("position_ids"), Rows(rows.batch, places[0], 0))
@@ -469,6 +474,8 @@ def _places(given: dict[str, Any], cache: DilatedCache, rows: Rows) -> tuple[lis
 
 
 # --- generate
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def cache_name(module: nn.Module) -> str:
@@ -497,31 +504,18 @@ def prepare_cache_for_generation(
 ) -> None:
     """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`.
 
-    A ValueError where another kind of cache or search is asked for, or a prompt is padded on the
-    right.
+    A ValueError where another kind of cache or search is asked for.
     """
     if generation_config.use_cache is False:
         return
-    kind, mask = generation_config.cache_implementation, model_kwargs.get("attention_mask")
-    is_right = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all())
-    for is_wrong, why in (
-        (
-            generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-            "greedy search and sampling have a KV cache, other searches need use_cache=False; got "
-            f"{getattr(generation_mode, 'value', generation_mode)}",
-        ),
-        (
-            kind not in (None, "dynamic", "dynamic_full"),
-            f"a DilatedCache: cache_implementation must be None; got {kind!r}",
-        ),
-        (
-            is_right,
-            "tokens behind the last column of every row, so prompts are padded on the left: set "
-            "tokenizer.padding_side = 'left'. Got an attention_mask with 0 in its last column",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(f"a model with set_attention generates with {why}")
+    kind = generation_config.cache_implementation
+    if generation_mode not in _MODES or kind not in (None, "dynamic"):
+        mode = getattr(generation_mode, "value", generation_mode)
+        raise ValueError(
+            "a model with set_attention generates with a DilatedCache, cache_implementation=None, "
+            "by greedy search or sampling; other searches need use_cache=False. Got "
+            f"cache_implementation={kind!r} and {mode}"
+        )
     cache = cache_of(model_kwargs)
     if cache is None:
         model_kwargs[cache_name(model)] = DilatedCache(model, max_length=max_cache_length)

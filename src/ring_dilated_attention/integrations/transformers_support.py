@@ -12,7 +12,7 @@ has the pattern with all its options.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Documents as transformers' models take them; linear attention reads them too."""
 
 
-# --- models, by their ``model_type``
+# --- models, by the ``model_type`` of their classes
 
 
 def _types(names: str) -> frozenset[str]:
@@ -38,12 +38,12 @@ def _types(names: str) -> frozenset[str]:
 
 DECODERS = _types(
     "apertus apertus1p5_text arcee aria_text axk1 biogpt bitnet codegen cohere ctrl deepseek_v2 "
-    "deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone flex_olmo gemma glm glm4 glm4_moe "
-    "glm4_moe_lite gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium "
-    "hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe "
-    "laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral "
-    "mixtral nanochat olmo olmo2 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe "
-    "sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2 youtu"
+    "deepseek_v3 diffllama ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 glm4_moe glm4_moe_lite "
+    "gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium hrm_text "
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash "
+    "mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral nanochat olmo olmo2 "
+    "olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
+    "starcoder2 youtu"
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
@@ -68,9 +68,14 @@ HEADS = ("ForCausalLM", "LMHeadModel")
 
 
 def kind_of(model: Any) -> str:
-    """The model type of the tables, also of a class derived from one of theirs; "" for others."""
-    types = (str(vars(cls).get("model_type")) for cls in type(model.config).__mro__)
-    return next((x for x in types if x in DECODERS or x in ON_ONE_PROCESS), "")
+    """The model type of the class of transformers that a model is derived from; "" for others.
+
+    The class decides, not the config: code of others may take a config of transformers' and have
+    attention of its own.
+    """
+    classes = (x for x in type(model).__mro__ if x.__module__.startswith("transformers.models."))
+    kind: str = getattr(getattr(next(classes, None), "config_class", None), "model_type", "")
+    return kind if kind in DECODERS or kind in ON_ONE_PROCESS else ""
 
 
 def without_adapters(model: Any, ranks: int = 1) -> Any:
@@ -114,59 +119,42 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
     `base` is the model without its head, the same where it has none.
     """
     kind, name = kind_of(base), type(model).__name__
-    rows = [
-        (
-            "" if kind else f"{getattr(model.config, 'model_type', None)!r}",
+    if not kind:
+        got = f"{getattr(model.config, 'model_type', None)!r}"
+        why = (
             "a model must be of a type that it was tested with, see DECODERS and ON_ONE_PROCESS in "
             "integrations/transformers_support.py; of a model of images and text, give it the "
-            "language model, as model.model.language_model",
-        ),
-        (
-            _windows(base.config),
-            "the pattern alone decides what a head sees: windows must be off, as by "
-            "config.sliding_window=None",
-        ),
-    ]
-    if ranks > 1:
-        headless = base is model or name.endswith(HEADS)
-        rows += [
-            ("" if kind in DECODERS else f"{kind!r}", "only the types in DECODERS are supported"),
-            (
-                "" if headless else name,
-                f"a head must be one of {', '.join(HEADS)}; others go on model.base_model",
-            ),
-            (_by_length(base), "rotations must not depend on the length of a shard"),
-        ]
-    for got, why in rows:
-        if got:
-            where = name + (f" on {ranks} ranks" if ranks > 1 else "")
-            raise ValueError(f"set_attention does not support {where}: {why}; got {got}")
+            "language model, as model.model.language_model"
+        )
+    elif got := _windows(base.config):
+        why = "the pattern alone decides what a head sees: config.sliding_window must be None"
+    elif ranks == 1:
+        return
+    elif kind not in DECODERS:
+        got, why = f"{kind!r}", "only the types in DECODERS are supported"
+    elif base is not model and not name.endswith(HEADS):
+        got, why = name, f"a head must be one of {', '.join(HEADS)}; others go on model.base_model"
+    elif got := _by_length(base):
+        why = "rotations must not depend on the length of a shard"
+    if got:
+        where = name + (f" on {ranks} ranks" if ranks > 1 else "")
+        raise ValueError(f"set_attention does not support {where}: {why}; got {got}")
 
 
 # --- arguments of calls
 
 
-class _Argument(NamedTuple):
-    """An argument of a model that must be `wanted` in some calls: "all", "ranks" or "cached".
-
-    Where `wanted` is a bool, the argument None means what the config says.
-    """
-
-    name: str
-    wanted: bool | None
-    why: str
-    calls: str = "all"
-
-
-ARGUMENTS = (
-    _Argument("head_mask", None, "heads are not masked"),
-    _Argument("encoder_hidden_states", None, "there is no cross-attention"),
-    _Argument("encoder_attention_mask", None, "there is no cross-attention"),
-    _Argument("output_attentions", False, "attention weights are never made"),
-    _Argument("output_router_logits", False, "they would balance the experts of a shard", "ranks"),
-    _Argument("output_router_logits", False, "they would be in another order", "cached"),
-    _Argument("output_hidden_states", False, "they would be in another order", "cached"),
+ARGUMENTS: tuple[tuple[str, bool | None, str, str], ...] = (
+    ("head_mask", None, "", "heads are not masked"),
+    ("encoder_hidden_states", None, "", "there is no cross-attention"),
+    ("encoder_attention_mask", None, "", "there is no cross-attention"),
+    ("output_attentions", False, "", "attention weights are never made"),
+    ("output_router_logits", False, "on ranks", "they would balance the experts of a shard"),
+    ("output_router_logits", False, "with a KV cache", "they would be in another order"),
+    ("output_hidden_states", False, "with a KV cache", "they would be in another order"),
 )
+"""Arguments of a model: name, what it must be, in which calls ("": all), and why. Where that is a
+bool, the argument None means what the config says."""
 
 HARMLESS = frozenset(
     {
@@ -201,15 +189,14 @@ def check_arguments(
             f"{noted or 'none'}: models that share one config object share its pattern; make each "
             "with copy.deepcopy(config), or call set_attention again"
         )
-    kinds = {"all": "", "ranks": f"on {ranks} ranks ", "cached": "with a KV cache "}
-    for name, wanted, why, calls in ARGUMENTS:
+    for name, wanted, when, why in ARGUMENTS:
         value = given.get(name)
         if wanted is not None:
             value = bool(getattr(config, name, wanted) if value is None else value)
-        applies = {"all": True, "ranks": ranks > 1, "cached": is_cached}[calls]
+        applies = {"": True, "on ranks": ranks > 1, "with a KV cache": is_cached}[when]
         if applies and value is not wanted:
             got = type(value).__name__ if isinstance(value, Tensor) else in_brief(value)
-            raise ValueError(f"{kinds[calls]}{name} must be {wanted}: {why}; got {got}")
+            raise ValueError(f"{name} must be {wanted} {when}: {why}; got {got}")
 
 
 # --- the pattern in a config

@@ -261,9 +261,12 @@ def test_a_batch_is_sharded_with_its_labels_shifted():
     ("batch", "message"),
     [
         ({"bbox": torch.zeros(1, 5, 4)}, r"may hold input_ids, .*; got bbox"),
-        ({"labels": torch.zeros(1, 4)}, r"labels must have the layout's 5 positions .*\(1, 4\)"),
-        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor, got "),
-        ({"labels": [[1, 2]]}, "labels must be a tensor, got "),
+        (
+            {"labels": torch.zeros(1, 4)},
+            r"labels must be a tensor with the layout's 5 positions .*\(1, 4\)",
+        ),
+        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor with .* got type list"),
+        ({"labels": [[1, 2]]}, "labels must be a tensor with .* got type list"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):

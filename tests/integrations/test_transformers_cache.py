@@ -127,7 +127,6 @@ def test_generate_refuses(changes, message):
     ("build", "options", "message"),
     [
         (ready, {"max_length": 0}, "max_length must be"),
-        (ready, {"sharded": 1}, "sharded must be a bool or None, got 1"),
         (
             lambda: make(attn_implementation="sdpa"),
             {},
@@ -231,14 +230,6 @@ def test_a_call_that_failed_in_the_middle_is_remembered(monkeypatch):
 
 
 # --- what transformers calls
-
-
-def test_positions_stay_and_rows_keep_their_order():
-    cache = filled(ready())
-    for change in (cache.crop, cache.reorder_cache, cache.batch_repeat_interleave):
-        with pytest.raises(NotImplementedError, match="greedy search and sampling alone"):
-            change(1)
-    assert not cache.is_croppable
 
 
 def test_what_a_cache_tells():

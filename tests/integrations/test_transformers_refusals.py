@@ -321,7 +321,7 @@ def test_another_implementation_behind_our_back_is_refused():
     set_attention(model, DENSE)
     assert model.config._attn_implementation == "ring_dilated_attention"
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="attn_implementation now is 'sdpa'"):
+    with pytest.raises(ValueError, match="now has the attn_implementation 'sdpa'"):
         model(IDS)
     remove_attention(model)
     assert model.generate(IDS[:1] + 5, max_new_tokens=2, do_sample=False).shape == (1, LENGTH + 2)

@@ -107,6 +107,13 @@ def inputs_of(given: dict[str, Any]) -> Tensor:
     return inputs
 
 
+_NO_RIGHT_PADDING = (
+    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
+    "them (padding on the left is for calls with a KV cache, as generate makes; to train on "
+    "prompts padded there, as of GRPO, move each row's padding behind its text): {}"
+)
+
+
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments for the decoder (or encoder), made from those of its caller: without a cache.
 
@@ -117,9 +124,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     """
     ends, layout, name = resolve_exchange(settings.group), settings.layout, type(module).__name__
     mask, ids = given.get("attention_mask"), given.get("position_ids")
-    inputs = given.get("input_ids", given.get("inputs_embeds"))
-    device = inputs.device if isinstance(inputs, Tensor) else torch.device("cpu")
-    with together(name, ends, device) as agreed:
+    inputs = [x for x in map(given.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)]
+    with together(name, ends, inputs[0].device if inputs else torch.device("cpu")) as agreed:
         check_arguments(module, given, settings.pattern, ends.world_size, is_cached=False)
         rows = _rows(given, ends, layout)
         text_ids, rope = ids, getattr(module.config, "rope_parameters", None) or {}
@@ -134,19 +140,17 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
                 "seq_idx names documents for layers other than attention: pass position_ids that "
                 "restart too, or cu_seq_lens_q; DataCollatorWithFlattening returns both"
             )
-        agreed.on(
-            {
-                "use_cache": False,
-                "batch": rows.batch,
-                "layout": f"{layout!r} ({layout.digest[:8]})"
-                if layout
-                else f"shards of {len(rows.positions)} positions",
-                "attention_mask": "None" if mask is None else "given",
-                "position_ids": "None" if ids is None else "given",
-                "cu_seq_lens_q": "None" if documents is None else "given",
-            }
-        )
-    lengths = _lengths(name, padding, rows, layout, ends)
+        names = ("attention_mask", "position_ids", "cu_seq_lens_q")
+        shared = {x: "None" if given.get(x) is None else "given" for x in names}
+        shared["layout"] = f"shards of {len(rows.positions)} positions"
+        if layout is not None:
+            shared["layout"] = f"{layout!r} ({layout.digest[:8]})"
+        agreed.on({"use_cache": False, "batch": rows.batch, **shared})
+    lengths = None
+    if padding is not None:
+        with ends.calls.enter(name, "attention_mask") as scope:
+            lengths = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
+        lengths = None if set(lengths) == {rows.total} else lengths
     if documents is not None and lengths is not None:
         raise ValueError(  # alike on every rank
             "cu_seq_lens_q is for batches without padding; got an attention_mask of "
@@ -212,7 +216,7 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     # An additive mask is 0 where a position is valid; peft's prompt tuning makes floats of a mask.
     if mask.is_floating_point() and not bool((mask[:, :1] == 1).all()):
         raise ValueError(f"attention_mask must be bool or int; got {mask.dtype} that begins with 0")
-    if bool(((mask != 0) & (mask != 1)).any()):
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
             f"told by position_ids that restart at 0); got {mask.max().item()}"
@@ -231,12 +235,7 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
             "cu_seq_lens_q and cu_seq_lens_k must both be given, and equal, for a batch of 1 row; "
             f"got a batch of {rows.batch}"
         )
-    try:
-        return list(document_borders(borders, None, rows.total))
-    except ValueError as error:
-        raise ValueError(
-            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
-        ) from None
+    return list(document_borders(borders, None, rows.total))
 
 
 def _check_layers(module: nn.Module, given: dict[str, Any], documents: list[int] | None) -> None:
@@ -277,24 +276,6 @@ def _restarts(
                 f"{expected[local].item()}; got {ids[row, local].item()}"
             )
     return borders if len(borders) > 2 else None
-
-
-_NO_RIGHT_PADDING = (
-    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
-    "them (padding on the left is for calls with a KV cache, as generate makes; to train on "
-    "prompts padded there, as of GRPO, move each row's padding behind its text): {}"
-)
-
-
-def _lengths(
-    name: str, padding: Tensor | None, rows: Rows, layout: SequenceLayout | None, ends: Exchange
-) -> list[int] | None:
-    """Valid positions of each row, the same on every rank; None: all."""
-    if padding is None:
-        return None
-    with ends.calls.enter(name, "attention_mask") as scope:
-        found = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
-    return None if set(found) == {rows.total} else found
 
 
 # --- the pattern of a layer
@@ -459,19 +440,12 @@ def shard_batch(
         loss also needs ``num_items_in_batch``: see `labels_per_rank`.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is unknown, or has another length than the layout; or ranks were
-            given different batches. On every rank.
+        ValueError: an entry is unknown, no tensor, or has another length than the layout; or ranks
+            were given different batches. On every rank.
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
     ends, whole = resolve_exchange(group), {}
     with comparing("shard_batch", ends) as compared:
-        for name, given, wanted in (
-            ("layout", layout, SequenceLayout),
-            ("batch", batch, Mapping),
-        ):
-            if not isinstance(given, wanted):
-                raise TypeError(f"{name} must be a {wanted.__name__}; got {in_brief(given)}")
         layout.check_ranks(ends.world_size)
         if unknown := sorted(map(str, set(batch) - {*_SHARDED, *PACKING})):
             raise ValueError(
@@ -480,12 +454,11 @@ def shard_batch(
         for name in _SHARDED:
             if (tensor := batch.get(name)) is None:
                 continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-            if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else in_brief(tensor)
+            if not isinstance(shape, tuple) or shape[1:2] != (layout.length,):
                 raise ValueError(
-                    f"{name} must have the layout's {layout.length} positions in dimension 1; got "
-                    f"shape {tuple(tensor.shape)}"
+                    f"{name} must be a tensor with the layout's {layout.length} positions in "
+                    f"dimension 1; got {shape}"
                 )
             whole[name] = tensor
         compared.update(batch, layout=layout.digest[:8])

@@ -15,7 +15,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +108,6 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "a DilatedCache is for a model with set_attention: call set_attention(model, "
                 f"pattern) first; it was not called with this {type(model).__name__}"
             )
-        if sharded is not None and not isinstance(sharded, bool):
-            raise TypeError(f"sharded must be a bool or None, got {sharded!r}")
         if (kind := kind_of(without_adapters(model))) not in DECODERS:
             raise ValueError(
                 "a DilatedCache is for causal decoders in which attention alone mixes positions; "
@@ -192,16 +190,6 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         """Drop everything: the next call brings a new prompt, of any batch."""
         self.layers: list[_Layer] = []
         self._columns, self._lengths = 0, ()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a NotImplementedError."""
-        raise NotImplementedError(
-            "a DilatedCache serves greedy search and sampling alone: no positions are taken back, "
-            "and no rows of the batch reordered, as assisted generation and beam search need"
-        )
-
-    crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
-    activate_past_recording = _refuse
 
     # A call of the model: `start`, then `update` and `of_layer` for each layer, then `finish`.
 

@@ -177,17 +177,13 @@ def check_arguments(
     `module` is the model without its head, and `given` are the arguments of its forward.
     """
     config = module.config
-    if config._attn_implementation != NAME:
+    now = config._attn_implementation, saved(config)
+    if now != (NAME, pattern):
         raise ValueError(
-            "set_attention was called, but the model's attn_implementation now is "
-            f"{config._attn_implementation!r}: call remove_attention(model) first, or set it back "
-            f"to {NAME!r}"
-        )
-    if (noted := saved(config)) != pattern:
-        raise ValueError(
-            f"set_attention gave this model the pattern {pattern}, but its config has "
-            f"{noted or 'none'}: models that share one config object share its pattern; make each "
-            "with copy.deepcopy(config), or call set_attention again"
+            f"set_attention gave this model the pattern {pattern}, but its config now has the "
+            f"attn_implementation {now[0]!r} and the pattern {now[1]}: models that share a config "
+            "object share its pattern, so make each with copy.deepcopy(config); for other "
+            "attention call remove_attention(model)"
         )
     for name, wanted, when, why in ARGUMENTS:
         value = given.get(name)

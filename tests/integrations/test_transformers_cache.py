@@ -256,7 +256,7 @@ def test_a_shard_instead_of_the_whole_prompt_is_an_error_on_every_rank():
         hole = {"attention_mask": HOLE} if ends.rank else {}
         calls: list[tuple[Any, str]] = [
             (shard_batch({"input_ids": IDS}, layout, ends), "different ranks: input is"),
-            ({"logits_to_keep": 0}, "on 2 ranks a prompt .* logits_to_keep=1, .* got 0"),
+            ({"logits_to_keep": 0}, "on 2 ranks logits_to_keep must be 1 for a prompt .* got 0"),
             (hole, "must be 1" if ends.rank else "was refused on other ranks: rank 1"),
         ]
         for changes, message in calls:

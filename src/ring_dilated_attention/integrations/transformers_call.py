@@ -339,15 +339,11 @@ def check_head(given: dict[str, Any], ranks: int) -> None:
             "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
             "compute such a loss from the logits and shift_labels, without giving them the model"
         )
-    elif is_prompt and (isinstance(kept, Tensor) or kept != 1):
+    elif (is_prompt or not is_cached(given)) and (isinstance(kept, Tensor) or kept != is_prompt):
         why = (
-            "a prompt with a KV cache has the logits of its last token alone: pass "
-            f"logits_to_keep=1, as generate does; got {in_brief(kept)}"
-        )
-    elif not is_cached(given) and (isinstance(kept, Tensor) or kept):
-        why = (
-            "logits_to_keep must be 0, since it counts the rows of a shard unless there is a KV "
-            f"cache: generate, which passes it, needs use_cache=True on ranks; got {in_brief(kept)}"
+            "logits_to_keep must be 1 for a prompt with a KV cache, which has the logits of its "
+            "last token alone, and 0 without a cache, where it would count the rows of a shard: "
+            f"generate, which passes 1, needs use_cache=True; got {in_brief(kept)}"
         )
     if why:
         raise ValueError(f"on {ranks} ranks {why}")
@@ -373,8 +369,8 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
             f"on {ranks} ranks labels need {missing[0]}: shard_batch returns shift_labels, and "
             f"labels_per_rank num_items_in_batch; got {missing[0]}=None"
         )
-    elif ranks > 1:
-        why = _unlike_tokens(model, ranks)
+    elif ranks > 1 and (found := _unlike_tokens(model)):
+        why = f"on {ranks} ranks every token must be treated alone; got {found}"
     if ranks == 1 or (settings.compared and logits.is_cuda):
         if why:
             raise ValueError(why)
@@ -388,20 +384,14 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
     settings.compared.add("num_items_in_batch")
 
 
-def _unlike_tokens(model: Any, ranks: int) -> str:
+def _unlike_tokens(model: Any) -> str:
     """Noise and adapters that a shard would change; they may come behind `set_attention`."""
     alpha = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
     if model.training and alpha:
-        return (
-            f"on {ranks} ranks every token must be treated alone; got neftune_noise_alpha "
-            f"{alpha!r}, noise whose size goes by the length of a shard"
-        )
+        return f"neftune_noise_alpha {alpha!r}, noise whose size goes by the length of a shard"
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "alora_invocation_tokens", None):
-            return (
-                f"on {ranks} ranks every token must be treated alone; got adapter {name!r} with "
-                "alora_invocation_tokens, which are on one rank"
-            )
+            return f"adapter {name!r} with alora_invocation_tokens, which are on one rank"
     return ""
 
 

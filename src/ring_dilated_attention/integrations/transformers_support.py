@@ -58,8 +58,9 @@ borders."""
 
 ON_ONE_PROCESS = HYBRIDS | _types(
     "albert bert bert-generation camembert data2vec-text distilbert electra ernie esm esmc "
-    "eurobert gte jina_embeddings_v3 nomic_bert qwen2_vl_text roberta roberta-prelayernorm "
-    "roc_bert xlm-roberta xlm-roberta-xl"
+    "eurobert glm4v_text gte jina_embeddings_v3 nomic_bert qwen2_5_vl_text qwen2_vl_text "
+    "qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert xlm-roberta "
+    "xlm-roberta-xl"
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
 

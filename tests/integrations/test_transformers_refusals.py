@@ -370,14 +370,15 @@ BAD_CALLS: list[tuple[Any, str | None, str | None]] = [
         "refused on other ranks: rank 1",
     ),
     ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
-    ({"position_ids": restarts(41)[:, :20]}, None, "position_ids is None on rank 0, given on"),
+    ({"position_ids": None}, None, "position_ids is given on rank 0, None on rank 1"),
+    ({"position_ids": IDS[:1, :20] + 50}, "must have", "refused on other ranks: rank 1"),
     ({"attention_mask": LEFT[:, 1:21]}, None, "attention_mask is None on rank 0, given"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "on_it", "on_others"), BAD_CALLS)
 def test_a_bad_call_is_an_error_on_every_rank(changes, on_it, on_others):
-    model = make()
+    model, batch = make(), {**batch_of("plain"), "position_ids": restarts(LENGTH)}
     set_attention(model, PATTERN)
 
     def run(own, shard):
@@ -386,18 +387,4 @@ def test_a_bad_call_is_an_error_on_every_rank(changes, on_it, on_others):
         with pytest.raises((ValueError, RuntimeError), match=(at_fault and on_it) or on_others):
             own(**{**shard, **(changes if at_fault else {})})
 
-    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), run)
-
-
-def test_bad_positions_of_one_rank_are_an_error_on_every_rank():
-    model = make()
-    set_attention(model, PATTERN)
-
-    def run(own, shard):
-        at_fault = getattr(own, SETTINGS).group.rank == 1
-        shard["position_ids"] = shard["position_ids"] + at_fault
-        with pytest.raises(ValueError, match="must have" if at_fault else "on other ranks"):
-            own(**shard)
-
-    batch = {"input_ids": IDS, "position_ids": restarts(LENGTH)}
     on_ranks(model, LAYOUTS["zigzag 2"], batch, run)

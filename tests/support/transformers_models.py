@@ -12,7 +12,7 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
-from ring_dilated_attention.integrations.transformers_call import SETTINGS, Call, Settings
+from ring_dilated_attention.integrations.transformers_call import Call, Settings
 from ring_dilated_attention.integrations.transformers_generate import cache_name
 from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 
@@ -139,18 +139,6 @@ def shard_of(batch, layout, group):
     return shard
 
 
-def on_ranks(model, layout, batch, function):
-    """What ``function(model, shard)`` returns on each rank; `model` has its settings."""
-    settings = getattr(model, SETTINGS)
-
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, settings.pattern, group=ends, layout=layout)
-        return function(own, shard_of(batch, layout, ends))
-
-    return run_loopback(layout.world_size, run)
-
-
 def on_group(model, ranks, function, pattern=PATTERN, layout=None):
     """What ``function(own, ends)`` returns on each rank, of a copy that has settings."""
 
@@ -160,6 +148,15 @@ def on_group(model, ranks, function, pattern=PATTERN, layout=None):
         return function(own, ends)
 
     return run_loopback(ranks, run)
+
+
+def on_ranks(model, layout, batch, function):
+    """What ``function(own, shard)`` returns on each rank, of copies with the model's pattern."""
+
+    def run(own, ends):
+        return function(own, shard_of(batch, layout, ends))
+
+    return on_group(model, layout.world_size, run, None, layout)
 
 
 def check_ranks(model, layout, batch, error=IN_FLOAT32, of_gradients=SUMMED_IN_FLOAT32):
@@ -192,4 +189,4 @@ LAYOUTS = {
 
 
 def call(pattern=DENSE):
-    return Call(Settings(pattern, None, None, "auto", "auto"))
+    return Call(Settings(pattern))

@@ -379,8 +379,8 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
         if why:
             raise ValueError(why)
         # To read a number of a GPU waits for the device: in the first call alone.
-        one = isinstance(count, Tensor) and count.numel() == 1
-        agreed.on({"num_items_in_batch": count.item() if one else count})
+        number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+        agreed.on({"num_items_in_batch": number})
     settings.compared.add("num_items_in_batch")
 
 

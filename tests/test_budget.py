@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (682, 4),
     "engine": (2_202, 8),
     "exchange": (1_593, 7),
-    "integrations": (3_068, 10),
+    "integrations": (3_060, 10),
     "kernels": (3_386, 10),
     "nn": (3_396, 14),
     "parallel": (1_052, 4),

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import AttentionOptions, DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
@@ -189,4 +189,4 @@ LAYOUTS = {
 
 
 def call(pattern=DENSE):
-    return Call(Settings(pattern))
+    return Call(Settings(pattern, AttentionOptions()))

@@ -33,21 +33,20 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ..exchange import Group, one_group, resolve_exchange, untraced
+from ..exchange import resolve_exchange, untraced
 from ..layout import SequenceLayout
-from ..options import Schedule, check_options
-from ..pattern import DilatedPattern, check_head_slice
-from ..tiles import Backend
+from ..options import AttentionOptions, OptionFields, check_options, read_options
+from ..pattern import DilatedPattern
 from .transformers_call import (
     SETTINGS,
     Call,
@@ -78,6 +77,9 @@ from .transformers_support import (
     write,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
+
 __all__ = [
     "NAME",
     "DilatedCache",
@@ -96,13 +98,8 @@ _HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` 
 def set_attention(
     model: PreTrainedModel,
     pattern: DilatedPattern | None = None,
-    *,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    exchange: Schedule = "auto",
-    backend: Backend = "auto",
-    head_slice: Sequence[int] | None = None,
+    options: AttentionOptions | None = None,
+    **fields: Unpack[OptionFields],
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
 
@@ -125,28 +122,22 @@ def set_attention(
             and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
-        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
-            one process.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
-            equal shards.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        head_slice: (start, stop, total): the KV heads of each layer that this rank computes, under
-            tensor parallelism that is not by DTensors. None: those that the weights say, which are
-            DTensors under transformers' ``tp_plan`` and torch's ``parallelize_module``; else all.
+        options: an `AttentionOptions`; or give its fields by name: ``group``, the ranks that share
+            each sequence, ``layout``, of which each rank holds a position at least (see
+            `set_layout`), ``exchange``, ``backend`` and others. ``is_causal`` and ``scale`` are the
+            model's, and refused here. ``head_slice``: the KV heads of each layer that this rank
+            computes, under tensor parallelism that is not by DTensors; None: those that the weights
+            say, which are DTensors under transformers' ``tp_plan`` and torch's
+            ``parallelize_module``, else all.
+        fields: see `options`.
 
     Raises:
         TypeError: a value has the wrong type.
         ValueError: the model is not supported, or no pattern is given and the config has none; the
             message says why.
     """
-    group = one_group(group, mesh)
-    ranks = resolve_exchange(group).world_size
+    options = read_options("set_attention", options, fields)
+    ranks = resolve_exchange(options.group).world_size
     model = without_adapters(model, ranks)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -156,14 +147,15 @@ def set_attention(
     pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
         raise ValueError(f"pattern must be given: the config of this {name} holds none")
-    check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
-    heads = None if head_slice is None else check_head_slice(head_slice)
+    check_options(pattern=pattern)
+    if options.is_causal or options.scale is not None:
+        raise ValueError("is_causal and scale are the model's own, set_attention takes neither")
     base: Any = model.base_model
     check_model(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     _remove_hooks(model)
-    _tell(model, Settings(pattern, group, layout, exchange, backend, heads))
+    _tell(model, Settings(pattern, options))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
@@ -185,10 +177,9 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
         ValueError: `set_attention` was not called with this model.
     """
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     model = without_adapters(model)
-    _tell(model, replace(_settings_of(model), layout=layout))
+    settings = _settings_of(model)
+    _tell(model, replace(settings, options=replace(settings.options, layout=layout)))
 
 
 def remove_attention(
@@ -362,7 +353,7 @@ def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if is_cached(given):
         prepare = _prepared_with_cache_untraced
     else:
-        prepare = prepared if settings.group is None else _prepared_untraced
+        prepare = prepared if settings.options.group is None else _prepared_untraced
     return (), prepare(module, settings, given)
 
 
@@ -424,7 +415,7 @@ def _check_losses() -> None:
 def _checked_loss(
     function: Any, model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any
 ) -> Any:
-    check = check_loss if settings.group is None else _check_loss_untraced
+    check = check_loss if settings.options.group is None else _check_loss_untraced
     check(model, settings, kwargs["logits"] if "logits" in kwargs else args[0], kwargs)
     return function(*args, **kwargs)
 

@@ -19,10 +19,9 @@ from ..exchange import Exchange, Group, resolve_exchange, together
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
-from ..options import Schedule
+from ..options import AttentionOptions
 from ..parallel import comparing
-from ..pattern import DilatedPattern, HeadSlice, in_brief
-from ..tiles import Backend
+from ..pattern import DilatedPattern, check_head_slice, in_brief
 from ..torch_op import lengths_of_mask
 from .transformers_support import (
     CACHE_NAMES,
@@ -42,18 +41,14 @@ class Settings:
     """Arguments of `set_attention`, see there."""
 
     pattern: DilatedPattern
-    group: Group = None
-    layout: SequenceLayout | None = None
-    exchange: Schedule = "auto"
-    backend: Backend = "auto"
-    head_slice: HeadSlice | None = None
+    options: AttentionOptions
     compared: set[str] = field(default_factory=set, compare=False)
     """Has ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks that share a sequence."""
-        return 1 if self.group is None else resolve_exchange(self.group).world_size
+        return resolve_exchange(self.options.group).world_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -122,7 +117,11 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     ``use_cache=False`` and a `Call`. What is not supported, and ranks that differ, are errors on
     every rank.
     """
-    ends, layout, name = resolve_exchange(settings.group), settings.layout, type(module).__name__
+    ends, layout, name = (
+        resolve_exchange(settings.options.group),
+        settings.options.layout,
+        type(module).__name__,
+    )
     mask, ids = given.get("attention_mask"), given.get("position_ids")
     inputs = [x for x in map(given.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)]
     with together(name, ends, inputs[0].device if inputs else torch.device("cpu")) as agreed:
@@ -187,17 +186,16 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
 
 
 def check_ids(ids: Any, rows: Rows) -> None:
-    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
+    """Raise a ValueError unless position ids have the rows' shape, or are None."""
+    whole = rows.batch, len(rows.positions)
     if ids is None:
         return
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        got = ids.dtype if isinstance(ids, Tensor) else repr(ids)
-        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
-    length = len(rows.positions)
-    if tuple(ids.shape) not in ((1, length), (rows.batch, length)):
+    is_tensor = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not is_tensor or tuple(ids.shape) not in ((1, whole[1]), whole):
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else in_brief(ids)
         raise ValueError(
-            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
-            f"{(1, length)}; got {tuple(ids.shape)} (positions in several dimensions are supported "
+            "position_ids must be int32 or int64 of shape (batch, local_sequence), "
+            f"{whole} or {(1, whole[1])}; got {got} (positions in several dimensions are supported "
             "for models with M-RoPE, on one process without a KV cache: use_cache=False)"
         )
 
@@ -213,13 +211,13 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
             f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
             f"is valid; other masks have no dilated attention. Got {got}"
         )
-    # An additive mask is 0 where a position is valid; peft's prompt tuning makes floats of a mask.
-    if mask.is_floating_point() and not bool((mask[:, :1] == 1).all()):
-        raise ValueError(f"attention_mask must be bool or int; got {mask.dtype} that begins with 0")
-    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+    wrong = mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())
+    if mask.is_floating_point():  # an additive one is 0 where a position is valid
+        wrong = wrong or not bool((mask[:, :1] == 1).all())
+    if wrong:
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
-            f"told by position_ids that restart at 0); got {mask.max().item()}"
+            f"told by position_ids that restart at 0); got {mask.dtype} up to {mask.max().item()}"
         )
     return mask.to(rows.positions.device) == 0
 
@@ -295,8 +293,8 @@ def pattern_of_layer(
     neither `head_slice` nor the weights say it, a ValueError.
     """
     pattern = settings.pattern  # of all layers
-    if settings.head_slice is not None:
-        return pattern.of_heads(settings.head_slice, kv_heads)
+    if settings.options.head_slice is not None:
+        return pattern.of_heads(check_head_slice(settings.options.head_slice), kv_heads)
     own = layer = Heads(query_heads, kv_heads)
     config: Any = getattr(module, "config", None)
     if query := getattr(config, "num_attention_heads", None):
@@ -354,7 +352,7 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
 
     `given` are the keyword arguments of the loss function.
     """
-    count, ends = given.get("num_items_in_batch"), resolve_exchange(settings.group)
+    count, ends = given.get("num_items_in_batch"), resolve_exchange(settings.options.group)
     ranks, why = ends.world_size, ""
     missing = [x for x in ("shift_labels", "num_items_in_batch") if given.get(x) is None]
     if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):

@@ -221,7 +221,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 max_length=self._room,
                 dtype=rows.dtype,
                 device=rows.device,
-                group=self.settings.group,
+                group=self.settings.options.group,
                 sharded=self._sharded,
             )
             self.layers.append(_Layer(kv))
@@ -262,6 +262,7 @@ def attended(
     result is (batch, m, heads, head_dim of value).
     """
     settings, cache, width = call.settings, call.cache, tensors[2].shape[3]
+    options = settings.options
     layer = None if cache is None else cache.taken(module, *tensors[1:])
     if cache is not None and not is_causal:
         raise ValueError(
@@ -277,7 +278,7 @@ def attended(
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
             found: torch.Tensor = cached_attention(
-                query, key, value, kv, scale=scale, backend=settings.backend
+                query, key, value, kv, scale=scale, backend=options.backend
             )
             return found
     out = dilated_attention(
@@ -286,10 +287,12 @@ def attended(
         scale=scale,
         documents=call.documents,
         lengths=call.lengths,
-        group=settings.group,
+        group=options.group,
         layout=call.layout,
-        exchange=settings.exchange,
-        backend=settings.backend,
+        exchange=options.exchange,
+        backend=options.backend,
+        workspace=options.workspace,
+        branch_gradients=options.branch_gradients,
     )
     if cache is not None:
         kv.prefill(key, value, layout=call.layout, lengths=call.lengths)
@@ -321,7 +324,7 @@ def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
     if layout is None:
         output.last_hidden_state = _rows_at(hidden, call.source.argsort(1))
         return output
-    ends = resolve_exchange(call.settings.group)
+    ends = resolve_exchange(call.settings.options.group)
     stops = torch.tensor(call.after, device=hidden.device)[:, None]
     is_last = layout.positions(ends.rank, device=hidden.device) == stops - 1
     own = hidden.where(is_last[..., None], 0).sum(1, keepdim=True)
@@ -349,7 +352,7 @@ def prepared_with_cache(
     later tokens, with their ``position_ids``, the cache, and a `CachedCall`. What is not supported,
     gradients, and ranks that differ are errors on every rank.
     """
-    with comparing(type(module).__name__, resolve_exchange(settings.group)) as compared:
+    with comparing(type(module).__name__, resolve_exchange(settings.options.group)) as compared:
         call = _call(module, settings, given)
         compared.update(
             {
@@ -384,7 +387,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
             "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
             "or leave use_cache and the cache out"
         )
-    ends, inputs = resolve_exchange(settings.group), inputs_of(given)
+    ends, inputs = resolve_exchange(settings.options.group), inputs_of(given)
     check_arguments(module, given, settings.pattern, ends.world_size, is_cached=True)
     batch, count, device = *inputs.shape[:2], inputs.device
     before, was = cache.get_seq_length(), cache.settings
@@ -395,7 +398,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
             "a model takes input_ids or inputs_embeds, attention_mask and position_ids; got "
             f"{', '.join(sorted(others))}"
         )
-    elif (was.pattern, was.group) != (settings.pattern, settings.group):
+    elif (was.pattern, was.options.group) != (settings.pattern, settings.options.group):
         why = (
             "it must be of the model's own pattern and group; set_attention was called since it "
             f"was made, or with another model. It has {was.pattern}, the model {settings.pattern}"

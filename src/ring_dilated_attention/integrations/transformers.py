@@ -304,7 +304,7 @@ def attention_forward(
 
 
 _MASKS = ("causal", "bidirectional")
-"""What `attention_mask` returns, by name: attention compares it with `is_causal` of the layer."""
+"""Names that `attention_mask` returns: attention compares it with `is_causal` of the layer."""
 
 
 def attention_mask(

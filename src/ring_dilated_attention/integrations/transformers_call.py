@@ -43,7 +43,7 @@ class Settings:
     pattern: DilatedPattern
     options: AttentionOptions
     compared: set[str] = field(default_factory=set, compare=False)
-    """Has ``num_items_in_batch`` once ranks have compared one of a GPU."""
+    """Holds ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
     @property
     def ranks(self) -> int:

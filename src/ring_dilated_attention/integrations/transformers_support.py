@@ -1,4 +1,4 @@
-"""What `set_attention` supports, as tables, and the pattern that a model's config keeps.
+"""Tables of the models and arguments that `set_attention` supports, and the pattern in a config.
 
 `check_model` walks the tables of models once, `check_arguments` that of arguments before each call.
 A model type that is in no table is refused. To support another one, put its name into a table and
@@ -19,11 +19,11 @@ from torch import Tensor
 from ..pattern import DilatedPattern, in_brief
 
 NAME = "ring_dilated_attention"
-"""What ``attn_implementation`` has to be; the entry of a config that holds the pattern; and the
-argument by which a call's settings go from the model to its attention modules."""
+"""Value of ``attn_implementation``; the entry of a config that holds the pattern; and the argument
+by which a call's settings go from the model to its attention modules."""
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What transformers' models call a KV cache: from version 5.24 on, and before."""
+"""Names of the KV cache among a model's arguments: from version 5.24 on, and before."""
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Documents as transformers' models take them; linear attention reads them too."""
@@ -53,8 +53,8 @@ HYBRIDS = _types(
 """Decoders some of whose layers mix positions by convolutions or recurrences: on one process."""
 
 PACKED_HYBRIDS = _types("qwen3_5_moe_text qwen3_5_text qwen3_next")
-"""Those whose other layers read the documents in ``cu_seq_lens_q`` and ``seq_idx``; others run over
-borders."""
+"""Hybrids whose other layers read the documents in ``cu_seq_lens_q`` and ``seq_idx``; those of the
+others run over borders."""
 
 ON_ONE_PROCESS = HYBRIDS | _types(
     "albert bert bert-generation camembert data2vec-text distilbert electra ernie esm esmc "

@@ -13,14 +13,12 @@ from support.transformers_models import (
     LAYOUTS,
     LENGTH,
     PATTERN,
-    UnnamedForCausalLM,
     assert_step,
     backward_step,
     batch_of,
     call,
     check_gradients,
     check_ranks,
-    check_refused_calls,
     make,
     on_group,
     on_ranks,
@@ -41,7 +39,6 @@ from ring_dilated_attention.integrations.transformers import (
     set_layout,
     shard_batch,
 )
-from ring_dilated_attention.integrations.transformers_call import SETTINGS
 from ring_dilated_attention.nn import keep_attention
 
 # --- as transformers' own attention, and on any ranks as on one
@@ -58,7 +55,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     **{key: {"sliding_window": None} for key in ("Mistral", "Mixtral")},
     "DeepseekV3": LATENT,
     "GPT2": {"head": "LMHeadModel", "scale_attn_by_inverse_layer_idx": True},
-    "Bert": {"head": "LMHeadModel", "is_decoder": True},
 }
 KINDS = ["plain", "packed", "padded", "packed and padded"]
 CASES = [("Llama", kind) for kind in KINDS] + [(family, "padded") for family in DECODERS]
@@ -265,9 +261,12 @@ def test_a_batch_is_sharded_with_its_labels_shifted():
     ("batch", "message"),
     [
         ({"bbox": torch.zeros(1, 5, 4)}, r"may hold input_ids, .*; got bbox"),
-        ({"labels": torch.zeros(1, 4)}, r"labels must have the layout's 5 positions .*\(1, 4\)"),
-        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor, got "),
-        ({"labels": [[1, 2]]}, "labels must be a tensor, got "),
+        (
+            {"labels": torch.zeros(1, 4)},
+            r"labels must be a tensor with the layout's 5 positions .*\(1, 4\)",
+        ),
+        ({"input_ids": [[1, 2]]}, "input_ids must be a tensor with .* got type list"),
+        ({"labels": [[1, 2]]}, "labels must be a tensor with .* got type list"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
@@ -288,19 +287,3 @@ def test_a_batch_is_for_the_group_of_its_layout():
         shard_batch(batch, layout)
     with pytest.raises(TypeError, match="group must be a"):
         shard_batch(batch, layout, 3)  # type: ignore[arg-type]
-
-
-def test_the_head_of_a_model_that_names_nothing_under_it_is_found():
-    """The loss of the ranks is that of one process, and the mean of a shard is refused."""
-    torch.manual_seed(0)
-    model = UnnamedForCausalLM(make("Llama", head="Model"))
-    set_attention(model, PATTERN)
-    batch = batch_of("plain")
-    batch["labels"][:, :15] = -100
-    check_ranks(model, LAYOUTS["zigzag 2"], batch)
-    changes = {"num_items_in_batch": None}
-    check_refused_calls(model, "labels need num_items_in_batch", batch, changes=changes)
-    remove_attention(model, dense=True)
-    for module in (model, model.inner):
-        assert not module._forward_pre_hooks
-        assert SETTINGS not in vars(module)

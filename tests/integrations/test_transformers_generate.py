@@ -20,10 +20,10 @@ from support.transformers_models import (
     ready,
 )
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.integrations import transformers_cache
+from ring_dilated_attention.integrations import transformers_generate
 from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
     remove_attention,
@@ -97,7 +97,7 @@ def test_dense_is_what_transformers_generates():
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, FINITE])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 30}])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 30}])
 def test_rows_padded_on_the_left_are_as_they_are_alone(pattern, options):
     model, ids, padding = ready(pattern=pattern), prompt(3), (0, 17, 5)
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
@@ -107,89 +107,30 @@ def test_rows_padded_on_the_left_are_as_they_are_alone(pattern, options):
         assert torch.equal(got[row, skip:], alone[0])
 
 
-def test_logits_and_hidden_states_of_padded_rows():
+def test_logits_of_padded_rows():
     """On the left; then tokens one by one and several at once."""
-    model, ids = ready(), prompt(4, LENGTH + 9)
-    rows = list(enumerate(zip((0, 13, 0, 6), (LENGTH,) * 4, strict=True)))
-    columns = torch.arange(LENGTH)
-    mask = torch.stack([(columns >= a) & (columns < b) for _, (a, b) in rows])
-    options = {"use_cache": True, "output_hidden_states": True}
+    model, ids, padding = ready(), prompt(4, LENGTH + 9), (0, 13, 0, 6)
+    mask = torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
     with torch.no_grad():
-        first = model(ids[:, :LENGTH], attention_mask=mask, **options)
+        first = model(ids[:, :LENGTH], attention_mask=mask, use_cache=True)
         cache, after = first[CACHE], []
         for part in ids[:, LENGTH:].split([1, 5, 3], 1):
             mask = torch.nn.functional.pad(mask, (0, part.shape[1]), value=True)
             after.append(model(part, attention_mask=mask, **{CACHE: cache}).logits)
-        assert cache.lengths == tuple(b - a + 9 for _, (a, b) in rows)
-        for row, (a, b) in rows:
-            tokens = torch.cat([ids[row : row + 1, a:b], ids[row : row + 1, LENGTH:]], 1)
-            want = model(tokens, output_hidden_states=True)
-            assert relative_error(first.logits[row, a:b], want.logits[0, : b - a]) < EXACT
-            for mine, theirs in zip(first.hidden_states, want.hidden_states, strict=True):
-                assert relative_error(mine[row, a:b], theirs[0, : b - a]) < EXACT
-            assert relative_error(torch.cat(after, 1)[row], want.logits[0, b - a :]) < EXACT
+        assert cache.lengths == tuple(LENGTH + 9 - skip for skip in padding)
+        got = torch.cat([first.logits, *after], 1)
+        for row, skip in enumerate(padding):
+            want = model(ids[row : row + 1, skip:]).logits[0]
+            assert relative_error(got[row, skip:], want) < EXACT
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "top_p": 0.9}]
-)
-def test_beam_search_and_sampling_are_as_without_a_cache(options):
+def test_sampling_is_as_without_a_cache():
     model, ids, results = ready(pattern=FINITE), prompt(), []
     for use_cache in (True, False):
         torch.manual_seed(3)
-        given = {"max_new_tokens": NEW, "do_sample": False, "use_cache": use_cache, **options}
-        results.append(model.generate(ids, **given))
+        options = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
+        results.append(model.generate(ids, max_new_tokens=NEW, use_cache=use_cache, **options))
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kind", ["lookup", "a twin", "dense and plain"])
-@pytest.mark.parametrize("pattern", [PATTERN, FINITE])
-def test_assisted_generation(pattern, kind):
-    model = ready(pattern=pattern)
-    ids = prompt(1, 13).repeat(1, 4)  # to be looked up
-    want, _ = without_cache(model, ids)
-    helper = copy.deepcopy(model)
-    if kind == "a twin":
-        with torch.no_grad():  # right only now and then
-            for weight in helper.parameters():
-                weight += 0.02 * torch.randn(weight.shape, generator=torch.manual_seed(0))
-    elif kind != "lookup":
-        remove_attention(helper, dense=True)
-    options = {"prompt_lookup_num_tokens": 3} if kind == "lookup" else {"assistant_model": helper}
-    cropped, crop = [], DilatedCache.crop
-
-    def noted(self, count):
-        before = self.get_seq_length()
-        crop(self, count)
-        cropped.append(before - self.get_seq_length())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DilatedCache, "crop", noted)
-        got = model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-    assert torch.equal(got, want)
-    assert max(cropped) > 0
-
-
-def test_an_assistant_may_propose_many_tokens_and_all_of_them_in_vain():
-    """How many is written in its own configuration: more than transformers proposes by itself."""
-    model, count = ready(pattern=FINITE), 70
-    helper, calls = copy.deepcopy(model), []
-    helper.generation_config.num_assistant_tokens = count
-    helper.generation_config.assistant_confidence_threshold = 0.0
-
-    def wrong_at_first(module, arguments, out):
-        calls.append(1)
-        out.logits = -out.logits if len(calls) <= count else out.logits
-
-    helper.register_forward_hook(wrong_at_first)
-    ids = prompt(1, 13)
-    got = model.generate(ids, assistant_model=helper, max_new_tokens=count + 2, do_sample=False)
-    assert torch.equal(got, without_cache(model, ids, count + 2)[0])
-    cache = DilatedCache(model, max_rewind=3)
-    with torch.no_grad():
-        model(ids, **{CACHE: cache})
-    with pytest.raises(ValueError, match="num_assistant_tokens_schedule = 'constant'"):
-        cache.crop(-4)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (0, 11)])
@@ -252,8 +193,8 @@ def test_compiled():
 # --- memory
 
 
-def closed_form(model, pattern, batch, max_length, rewind=0):
-    plan = plan_cache(pattern, SMALL["num_key_value_heads"], max_length, rewind)
+def closed_form(model, pattern, batch, max_length):
+    plan = plan_cache(pattern, SMALL["num_key_value_heads"], max_length)
     return len(model.model.layers) * plan.nbytes(batch, 8, 8)
 
 
@@ -292,7 +233,7 @@ def test_no_cache_is_made_unless_it_is_asked_for(monkeypatch):
     model, ids = ready(), prompt()
     assert model.config.use_cache
     want = model.generate(ids, max_new_tokens=3, do_sample=False)
-    monkeypatch.setattr(transformers_cache, "DilatedKVCache", refused)
+    monkeypatch.setattr(transformers_generate, "DilatedKVCache", refused)
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "DynamicCache", refused)
     model.train()
     out = model(ids, labels=ids)
@@ -306,49 +247,27 @@ def test_no_cache_is_made_unless_it_is_asked_for(monkeypatch):
 # --- many ranks
 
 OPTIONS = {
-    "greedy": {"do_sample": False},
-    "padded": {"do_sample": False, **padded_left(prompt(), 0, 29)},
-    "one token": {"do_sample": False, "input_ids": prompt(2, 1)},
-    "sampled": {"do_sample": True, "temperature": 0.8},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4, "input_ids": prompt(1)},
+    "greedy": {},
+    "padded": padded_left(prompt(), 0, 29),
+    "one token": {"input_ids": prompt(2, 1)},
 }
 
 
-def generate_on_a_rank(model, group, name, sharded, layout):
+def generate_on_a_rank(model, group, name, sharded):
     own = copy.deepcopy(model)
-    set_attention(own, PATTERN, group=group, layout=layout)
+    set_attention(own, PATTERN, group=group)
     options = {"input_ids": prompt(), "max_new_tokens": 12, **OPTIONS[name]}
     if sharded is not None:
         options[CACHE] = DilatedCache(own, sharded=sharded)
-    generator = torch.Generator().manual_seed(5)
-    if OPTIONS[name]["do_sample"]:
-        # Ranks that are threads share torch's generator, which processes do not.
-        options["logits_processor"] = [Gumbel(generator)]
-        options["do_sample"] = False
     return generated(own, **options)
-
-
-class Gumbel(transformers.LogitsProcessor):
-    """Makes the largest score that of a sample."""
-
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __call__(self, input_ids, scores):
-        noise = torch.rand(scores.shape, generator=self.generator, dtype=scores.dtype)
-        return scores - torch.log(-torch.log(noise))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("world", "sharded"), [(2, True), (3, False), (3, True)])
 def test_any_ranks_generate_the_same(world, sharded, name):
     model = ready()
-    want, logits = generate_on_a_rank(model, None, name, None, None)
-    layout = SequenceLayout.contiguous(LENGTH, world)
-    outcomes = run_loopback(
-        world, lambda ends: generate_on_a_rank(model, ends, name, sharded, layout)
-    )
+    want, logits = generate_on_a_rank(model, None, name, None)
+    outcomes = run_loopback(world, lambda ends: generate_on_a_rank(model, ends, name, sharded))
     for tokens, found in outcomes:
         assert torch.equal(tokens, want)
         assert torch.equal(found, outcomes[0][1])  # to the bit
@@ -356,26 +275,17 @@ def test_any_ranks_generate_the_same(world, sharded, name):
 
 
 @torch.no_grad()
-def test_any_ranks_return_all_logits_of_a_prompt():
+def test_any_ranks_return_the_last_logits_of_a_prompt():
     model, given = ready(), padded_left(prompt(), 0, 8)
-    want = model(**given, use_cache=True).logits
+    want = model(**given, use_cache=True).logits[:, -1:]
 
     @torch.no_grad()
     def run(own, ends):
-        whole = own(**given, use_cache=True).logits
-        some_columns = torch.tensor([9, 12])
-        for kept, columns in (
-            (5, slice(-5, None)),
-            (-30, slice(30, None)),
-            (some_columns, some_columns),
-        ):
-            some = own(**given, use_cache=True, logits_to_keep=kept).logits
-            assert relative_error(some, whole[:, columns]) < EXACT
-        for row, skip in enumerate((0, 8)):
-            assert relative_error(whole[row, skip:], want[row, skip:]) < EXACT
+        return own(**given, use_cache=True, logits_to_keep=1).logits
 
-    for ranks in (1, 3):
-        on_group(model, ranks, run)
+    for got in on_group(model, 3, run):
+        assert got.shape == want.shape
+        assert relative_error(got, want) < EXACT
 
 
 def processes(rank, world_size):

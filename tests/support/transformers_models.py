@@ -8,16 +8,12 @@ import torch
 import transformers
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import AttentionOptions, DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
-from ring_dilated_attention.integrations.transformers_call import (
-    SETTINGS,
-    Call,
-    Settings,
-    cache_name,
-)
+from ring_dilated_attention.integrations.transformers_call import Call, Settings
+from ring_dilated_attention.integrations.transformers_generate import cache_name
 from support.bounds import EXACT, IN_FLOAT32, SUMMED_IN_FLOAT32
 
 CACHE = cache_name(transformers.LlamaForCausalLM)
@@ -49,35 +45,6 @@ def make(family="Llama", seed=0, head="ForCausalLM", **changes):
     return model.double()
 
 
-class Unnamed(transformers.LlamaPreTrainedModel):
-    """A model around another one that `base_model` does not find, with no head that is known."""
-
-    base_model_prefix = "base"
-
-    def __init__(self, inner):
-        super().__init__(inner.config)
-        self.inner = inner
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
-        return self.inner(input_ids, attention_mask, position_ids, **more)
-
-
-class UnnamedForCausalLM(Unnamed):
-    """The same with a head."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.lm_head = nn.Linear(32, 61, dtype=torch.float64)
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **more):
-        counts = {x: more.pop(x) for x in ("shift_labels", "num_items_in_batch") if x in more}
-        hidden = super().forward(input_ids, attention_mask, position_ids, **more).last_hidden_state
-        logits, loss = self.lm_head(hidden), None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **counts)
-        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
 def encoder(family="Bert", head="ForMaskedLM", **changes):
     """A small encoder without dropout, in float64, whose weights tell positions apart."""
     names = {
@@ -96,36 +63,6 @@ def encoder(family="Bert", head="ForMaskedLM", **changes):
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)
     return model.double()
-
-
-def vision(family, pools=False, head="", **changes):
-    """A small model of images of 24 x 24 in float64; ViT's have a class token in front."""
-    torch.manual_seed(0)
-    sizes = {
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"intermediate_size": 48, "image_size": 24, "patch_size": 4},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        **{"attn_implementation": "sdpa", **changes},
-    }
-    if family == "Siglip":
-        config = transformers.SiglipVisionConfig(**sizes, vision_use_head=pools)
-        model = transformers.SiglipVisionModel(config)
-    else:
-        options = {"add_pooling_layer": pools} if family == "ViT" and not head else {}
-        config = getattr(transformers, f"{family}Config")(**sizes)
-        model = getattr(transformers, f"{family}{head or 'Model'}")(config, **options)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.2)
-    return model.double()
-
-
-def make_llama4():
-    """A small one of whose two layers the second has no rotations; all see all positions."""
-    given = {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "head_dim": 8}
-    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": 0}
-    config = transformers.Llama4TextConfig(**{**SMALL, **given, **sizes})
-    return transformers.Llama4ForCausalLM(config).double()
 
 
 def ready(family="Llama", pattern=PATTERN, **changes):
@@ -194,24 +131,12 @@ def assert_step(model, batch, loss, gradients):
     check_gradients(found, gradients, EXACT)
 
 
-def shard_of(batch, layout, group, shift_labels=True):
+def shard_of(batch, layout, group):
     """A rank's part, whose losses add up over the ranks to that of the whole batch."""
-    shard = shard_batch(batch, layout, group, shift_labels=shift_labels)
+    shard = shard_batch(batch, layout, group)
     if "labels" in batch:
-        shard["num_items_in_batch"] = (batch["labels"][:, int(shift_labels) :] != -100).sum()
+        shard["num_items_in_batch"] = (batch["labels"][:, 1:] != -100).sum()
     return shard
-
-
-def on_ranks(model, layout, batch, function, **options):
-    """What ``function(model, shard)`` returns on each rank; `model` has its settings."""
-    settings = getattr(model, SETTINGS)
-
-    def run(ends):
-        own = copy.deepcopy(model)
-        set_attention(own, settings.pattern, group=ends, layout=layout)
-        return function(own, shard_of(batch, layout, ends, **options))
-
-    return run_loopback(layout.world_size, run)
 
 
 def on_group(model, ranks, function, pattern=PATTERN, layout=None):
@@ -225,10 +150,19 @@ def on_group(model, ranks, function, pattern=PATTERN, layout=None):
     return run_loopback(ranks, run)
 
 
-def check_ranks(model, layout, batch, error=IN_FLOAT32, of_gradients=SUMMED_IN_FLOAT32, **options):
+def on_ranks(model, layout, batch, function):
+    """What ``function(own, shard)`` returns on each rank, of copies with the model's pattern."""
+
+    def run(own, ends):
+        return function(own, shard_of(batch, layout, ends))
+
+    return on_group(model, layout.world_size, run, None, layout)
+
+
+def check_ranks(model, layout, batch, error=IN_FLOAT32, of_gradients=SUMMED_IN_FLOAT32):
     """Check that logits, loss and gradients on ranks are those of one process; return the loss."""
     logits, loss, want = step(model, batch)
-    outcomes = on_ranks(model, layout, batch, step, **options)
+    outcomes = on_ranks(model, layout, batch, step)
     valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     whole = layout.unshard([shard for shard, _, _ in outcomes], 1)
     assert relative_error(whole[valid], logits[valid]) < error
@@ -237,14 +171,14 @@ def check_ranks(model, layout, batch, error=IN_FLOAT32, of_gradients=SUMMED_IN_F
     return loss
 
 
-def check_refused_calls(model, message, batch, *, layout=None, changes=None, **options):
+def check_refused_calls(model, message, batch, *, layout=None, changes=None):
     """Check that the call of every rank is refused, of a model that has its settings."""
 
     def run(own, shard):
         with pytest.raises(ValueError, match=message):
             own(**{**shard, **(changes or {})})
 
-    on_ranks(model, layout or LAYOUTS["zigzag 2"], batch, run, **options)
+    on_ranks(model, layout or LAYOUTS["zigzag 2"], batch, run)
 
 
 LAYOUTS = {
@@ -255,4 +189,4 @@ LAYOUTS = {
 
 
 def call(pattern=DENSE):
-    return Call(Settings(pattern, None, None, "auto", "auto"))
+    return Call(Settings(pattern, AttentionOptions()))

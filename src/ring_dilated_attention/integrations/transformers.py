@@ -33,37 +33,34 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ..exchange import Group, one_group, resolve_exchange
+from ..exchange import resolve_exchange, untraced
 from ..layout import SequenceLayout
-from ..options import Schedule, check_options
-from ..parallel import comparing
-from ..pattern import DilatedPattern, check_head_slice
-from ..tiles import Backend
-from .transformers_cache import DilatedCache as DilatedCache  # offered here
+from ..options import AttentionOptions, OptionFields, check_options, read_options
+from ..pattern import DilatedPattern
 from .transformers_call import (
     SETTINGS,
     Call,
-    Head,
     Settings,
     by_name,
+    check_head,
+    check_loss,
     is_cached,
-    layout_in_words,
-    part_on_ranks,
     prepared,
+    shard_batch,
 )
-from .transformers_call import shard_batch as shard_batch  # offered here
 from .transformers_generate import (
     CachedCall,
+    DilatedCache,
     attended,
     prepare_cache_for_generation,
     prepared_with_cache,
@@ -71,20 +68,17 @@ from .transformers_generate import (
 )
 from .transformers_support import (
     HARMLESS,
-    IMAGE_MASKS,
     NAME,
     PACKING,
-    Positions,
-    check_arguments,
     check_model,
     erase,
     saved,
-    takes_images,
-    with_embeddings,
     without_adapters,
-    without_head,
     write,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 __all__ = [
     "NAME",
@@ -104,13 +98,8 @@ _HOOKS = "_ring_dilated_attention_hooks"  # of a model: what `remove_attention` 
 def set_attention(
     model: PreTrainedModel,
     pattern: DilatedPattern | None = None,
-    *,
-    group: Group = None,
-    mesh: Group = None,
-    layout: SequenceLayout | None = None,
-    exchange: Schedule = "auto",
-    backend: Backend = "auto",
-    head_slice: Sequence[int] | None = None,
+    options: AttentionOptions | None = None,
+    **fields: Unpack[OptionFields],
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
 
@@ -120,76 +109,59 @@ def set_attention(
     ``shift_labels``, and ``num_items_in_batch`` as `labels_per_rank` returns it: then the average
     of the ranks' losses and gradients, which DDP and FSDP take, is that of the whole batch.
 
-    A call with ``use_cache=True`` or a KV cache, as ``generate`` makes them, takes whole
-    sequences on every rank, and returns what one process returns; see `DilatedCache`. The layout
-    counts for prompts of its length; others are sharded zigzag.
+    A call with ``use_cache=True`` or a KV cache, as ``generate`` makes them, takes whole sequences
+    on every rank, whatever the layout; see `DilatedCache`. On several ranks a prompt's logits are
+    those of its last token alone.
 
     The config gets the pattern, so ``save_pretrained`` keeps it.
 
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
             in place, its ``attn_implementation`` and config too. Of a vision-language model, its
-            language model. On several ranks a model whose layers are all full attention and MLPs,
-            or experts.
+            language model. On several ranks a causal decoder whose layers are all full attention
+            and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
-        group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
-            one process.
-        mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-        layout: which positions each rank holds, at least one; see `set_layout`. None: contiguous
-            equal shards.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that
-            supports the tensors; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``, ``"flash"``,
-            ``"efficient"``, ``"triton"`` and ``"eager"`` take that one or raise.
-        head_slice: (start, stop, total): the KV heads of each layer that this rank computes, under
-            tensor parallelism that is not by DTensors. None: those that the weights say, which are
-            DTensors under transformers' ``tp_plan`` and torch's ``parallelize_module``; else all.
+        options: an `AttentionOptions`; or give its fields by name: ``group``, the ranks that share
+            each sequence, ``layout``, of which each rank holds a position at least (see
+            `set_layout`), ``exchange``, ``backend`` and others. ``is_causal`` and ``scale`` are the
+            model's, and refused here. ``head_slice``: the KV heads of each layer that this rank
+            computes, under tensor parallelism that is not by DTensors; None: those that the weights
+            say, which are DTensors under transformers' ``tp_plan`` and torch's
+            ``parallelize_module``, else all.
+        fields: see `options`.
 
     Raises:
         TypeError: a value has the wrong type.
         ValueError: the model is not supported, or no pattern is given and the config has none; the
             message says why.
     """
-    group = one_group(group, mesh)
-    ranks = resolve_exchange(group).world_size
+    options = read_options("set_attention", options, fields)
+    ranks = resolve_exchange(options.group).world_size
     model = without_adapters(model, ranks)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        parts = model.children() if isinstance(model, nn.Module) else ()
-        held = [type(x).__name__ for x in parts if isinstance(x, PreTrainedModel)]
-        around = f" around a {held[0]}: call set_attention before it is wrapped" if held else ""
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {name}{around}")
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel, before it is wrapped, got {name}"
+        )
     pattern = saved(model.config) if pattern is None else pattern
     if pattern is None:
         raise ValueError(f"pattern must be given: the config of this {name} holds none")
-    check_options(pattern=pattern, layout=layout, exchange=exchange, backend=backend)
-    heads = None if head_slice is None else check_head_slice(head_slice)
-    base: Any = without_head(model)
+    check_options(pattern=pattern)
+    if options.is_causal or options.scale is not None:
+        raise ValueError("is_causal and scale are the model's own, set_attention takes neither")
+    base: Any = model.base_model
     check_model(model, base, ranks)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
-    if base.config._attn_implementation != NAME:
-        raise ValueError(
-            f"{name} does not take its attention from transformers' AttentionInterface; its "
-            f"attn_implementation stays {base.config._attn_implementation}"
-        )
     _remove_hooks(model)
-    positions = Positions.of(base)
-    _tell(model, Settings(pattern, group, layout, exchange, backend, heads, positions))
-    before, behind = [(base, _before_base)], [(base, _after_base)]
-    if takes_images(base):
-        before, behind = [(base, _before_images)], []
-        behind += [(with_embeddings(base).embeddings, _shard_images)] if ranks > 1 else []
-    elif base is not model:
-        before.append((model, _before_head))
-        behind.append((model, _after_head))
+    _tell(model, Settings(pattern, options))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
-    handles: list[Any] = [x.register_forward_pre_hook(f, with_kwargs=True) for x, f in before]
-    handles += [x.register_forward_hook(f, with_kwargs=True) for x, f in behind]
+    handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
+    handles += [base.register_forward_hook(_after_base, with_kwargs=True)]
+    if ranks > 1 and base is not model:
+        handles += [model.register_forward_pre_hook(_before_head, with_kwargs=True)]
     setattr(model, _HOOKS, handles)
     write(model.config, pattern)
 
@@ -205,10 +177,9 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
         TypeError: `layout` is neither a `SequenceLayout` nor None.
         ValueError: `set_attention` was not called with this model.
     """
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout or None, got {layout!r}")
     model = without_adapters(model)
-    _tell(model, replace(_settings_of(model), layout=layout))
+    settings = _settings_of(model)
+    _tell(model, replace(settings, options=replace(settings.options, layout=layout)))
 
 
 def remove_attention(
@@ -246,19 +217,13 @@ def _settings_of(model: nn.Module) -> Settings:
     return settings
 
 
-def _holders(model: Any) -> list[Any]:
-    """Modules that get the settings: of images all, since no call is handed down to attention."""
-    base = without_head(model)
-    return [model, *base.modules()] if takes_images(base) else [model, base]
-
-
 def _tell(model: Any, settings: Settings) -> None:
-    for module in _holders(model):
+    for module in (model, model.base_model):
         setattr(module, SETTINGS, settings)
 
 
 def _remove_hooks(model: Any) -> None:
-    for module in _holders(model):
+    for module in (model, model.base_model):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
@@ -300,31 +265,27 @@ def attention_forward(
         ValueError: `set_attention` was not called, or an argument is not supported.
     """
     call = kwargs.pop(NAME, None)
-    own: Any = getattr(module, SETTINGS, None)  # of a model of images
-    call = Call(own, own.layout) if call is None and own is not None else call
     if not isinstance(call, Call):
         raise ValueError(
-            f"no settings reached {type(module).__name__}: a name alone has no pattern. from "
-            "ring_dilated_attention.integrations.transformers import set_attention, and call "
-            "set_attention(model, pattern) with the model that you call (it must hand keyword "
-            "arguments down to its attention); where only a part of a model has a pattern, load "
-            "the model with attn_implementation="
-            f"{{'text_config': {NAME!r}}}, the name of that part's config; got {call!r}"
+            f"no settings reached {type(module).__name__}, a name alone has no pattern: call "
+            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern); where "
+            "a part of a model alone has a pattern, load the model with "
+            f"attn_implementation={{'text_config': {NAME!r}}}, the name of the part's config"
         )
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     harmless = HARMLESS if call.documents is None else HARMLESS.union(PACKING)  # it has them
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    why = ""
+    why, is_tensor = "", isinstance(attention_mask, Tensor)
     if given:
-        got = ", ".join(f"{name} ({type(x).__name__})" for name, x in sorted(given.items()))
+        got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
-    elif not isinstance(attention_mask, str | None):
+    elif is_tensor or attention_mask not in (None, _MASKS[not causal]):
         why = (
-            "a mask must be a right padding, given to the model as a 2-D attention_mask; got "
-            f"{type(attention_mask).__name__} of shape "
-            f"{tuple(getattr(attention_mask, 'shape', ()))}"
+            "a mask must be a right padding, given to the model as a 2-D attention_mask, and "
+            f"{_MASKS[not causal]} where the layer has is_causal={causal}; got "
+            f"{'a Tensor' if is_tensor else attention_mask}"
         )
     elif dropout:
         why = (
@@ -336,14 +297,6 @@ def attention_forward(
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
-    elif causal is None:
-        why = "attention must have is_causal, or be given it; got None"
-    elif attention_mask is not None and attention_mask != _MASKS[not causal]:
-        why = (
-            f"the layer has is_causal={causal}, but its model asks for a {attention_mask} mask, so "
-            "that transformers' own eager and sdpa attention differ: use a config whose layers "
-            "and masks agree (is_causal and use_bidirectional_attention decide it)"
-        )
     if why:
         raise ValueError(f"{why} (in {type(module).__name__})")
     attend = attended if call.cache is None else _attended_untraced
@@ -351,16 +304,12 @@ def attention_forward(
 
 
 _MASKS = ("causal", "bidirectional")
-"""What `attention_mask` returns, by name: attention compares it with `is_causal` of the layer."""
+"""Names that `attention_mask` returns: attention compares it with `is_causal` of the layer."""
 
 
 def attention_mask(
     *,
-    q_length: int,
-    kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
     **others: Any,
@@ -371,7 +320,7 @@ def attention_mask(
     hook has seen. Any other mask is refused here.
 
     Raises:
-        ValueError: the mask is another, or of other keys than those so far.
+        ValueError: the mask is another.
     """
     plain = {
         causal_mask_function: allow_is_causal_skip,
@@ -381,14 +330,8 @@ def attention_mask(
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         raise ValueError(
             "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees, and models that always make the mask of a sliding window, as Gemma3 "
-            "does, are not supported. For packing and padding, call set_attention(model, pattern) "
-            f"first. Got the mask {name.split('.')[0]}"
-        )
-    if kv_offset != 0 or kv_length != q_offset + q_length:
-        raise ValueError(
-            "only self-attention is dilated, and a KV cache must be a DilatedCache; got queries "
-            f"{q_offset} to {q_offset + q_length}, keys {kv_offset} to {kv_offset + kv_length}"
+            "what a head sees. For packing and padding, call set_attention(model, pattern) first. "
+            f"Got the mask {name.split('.')[0]}"
         )
     return _MASKS[mask_function is bidirectional_mask_function]
 
@@ -396,15 +339,12 @@ def attention_mask(
 # --- hooks
 
 
-def _untraced(function: Callable[..., Any]) -> Any:
-    """torch.compile cannot trace what ranks tell each other, nor what a cache becomes."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-
-_attended_untraced = _untraced(attended)
-_prepared_untraced = _untraced(prepared)
-_prepared_with_cache_untraced = _untraced(prepared_with_cache)
-_restored_untraced = _untraced(restored)
+# torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
+_attended_untraced = untraced(attended)
+_prepared_untraced = untraced(prepared)
+_prepared_with_cache_untraced = untraced(prepared_with_cache)
+_restored_untraced = untraced(restored)
+_check_loss_untraced = untraced(check_loss)
 
 
 def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -413,7 +353,7 @@ def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if is_cached(given):
         prepare = _prepared_with_cache_untraced
     else:
-        prepare = prepared if settings.group is None else _prepared_untraced
+        prepare = prepared if settings.options.group is None else _prepared_untraced
     return (), prepare(module, settings, given)
 
 
@@ -425,65 +365,9 @@ def _after_base(
     return _restored_untraced(module, call, output) if isinstance(call, CachedCall) else None
 
 
-def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a head: gives the model under it a `Head`, where ranks or a cache need one."""
-    settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
-    ranks = 1 if settings.group is None else resolve_exchange(settings.group).world_size
-    head = Head.of(module, given, ranks)
-    if ranks == 1 and head.failure is not None:
-        raise head.failure
-    if ranks == 1 and not is_cached(given):
-        return None
-    if head.labels is None:
-        return args, {**kwargs, NAME: head}
-    # Heads of tokens other than causal ones divide by the labels of a shard: `_after_head` does it.
-    return (), {**given, "labels": None, "num_items_in_batch": None, NAME: head}
-
-
-def _after_head(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
-    """Behind a head: the loss, where `_before_head` has taken the labels out."""
-    head = kwargs.get(NAME)
-    if not isinstance(head, Head):
-        return None
-    if head.failure is not None:  # of a head that keeps its keyword arguments for itself
-        raise head.failure
-    if head.labels is not None:
-        output.loss = head.loss(output.logits)
-    return output
-
-
-def _before_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a model of images: refuses what would be ignored; ranks compare their images."""
-    given, settings = by_name(module, args, kwargs), getattr(module, SETTINGS)
-    ends = resolve_exchange(settings.group)
-    with comparing(type(module).__name__, ends) as compared:
-        for name in IMAGE_MASKS:
-            if isinstance(mask := given.get(name), Tensor) and bool((mask == 1).all()):
-                given[name] = None  # no patch is padding
-        check_arguments(module, given, settings.pattern, ends.world_size, "images")
-        compared.update({k: x for k, x in given.items() if isinstance(x, Tensor | bool)})
-        compared["layout"] = layout_in_words(settings.layout)
-    return (), given
-
-
-def _shard_images(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
-    """Behind the embeddings: this rank's tokens, (batch, local_sequence, hidden)."""
-    settings: Any = getattr(module, SETTINGS)
-    ends, tokens, layout = resolve_exchange(settings.group), output.shape[1], settings.layout
-    if layout is None and tokens % ends.world_size == 0:
-        layout = SequenceLayout.contiguous(tokens, ends.world_size)
-    if layout is None or (layout.length, layout.world_size) != (tokens, ends.world_size):
-        raise ValueError(  # on every rank: all have the same images and layout
-            f"an image has {tokens} tokens, a class token included, on {ends.world_size} ranks: "
-            f"set_layout(model, SequenceLayout.contiguous({tokens}, {ends.world_size})); got "
-            f"{settings.layout}"
-        )
-    shard: Tensor = layout.shard(output, ends.rank, 1)
-    return shard.contiguous()
+def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model with a head, on several ranks."""
+    check_head(by_name(module, args, kwargs), getattr(module, SETTINGS).ranks)
 
 
 # --- registration
@@ -501,44 +385,42 @@ def _restore_when_made() -> None:
             return
         if implementation != NAME:
             raise ValueError(
-                f"the config says that this {type(model).__name__} has the dilated pattern "
-                f"{found}, but attn_implementation is {implementation!r}, which computes "
-                f"another function: pass attn_implementation={NAME!r}, or, where this model is "
-                f"part of another, {{'text_config': {NAME!r}}} with the name of its config in that "
-                f"of the whole; if you want the other attention, a config without the pattern: del "
-                f"config.{NAME}"
+                f"this {type(model).__name__} has the dilated pattern {found} by its config, but "
+                f"attn_implementation is {implementation!r}, another function: pass "
+                f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
+                f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
             )
         set_attention(model)
 
     PreTrainedModel.post_init = made
 
 
-def _refuse_losses_of_shards() -> None:
-    """Let a model around a part with ranks, as of vision and language, check its own loss.
+def _check_losses() -> None:
+    """Let every model whose tokens ranks share check the arguments of its loss.
 
-    Its labels do not reach the part, so no hook there sees them.
+    Also a model around such a part, as of vision and language, whose labels do not reach the part.
     """
     own: Any = PreTrainedModel.loss_function
 
     def loss_function(model: PreTrainedModel) -> Any:
-        function = own.fget(model)
-        ranks = 1 if torch.compiler.is_compiling() else part_on_ranks(model)
-        return function if ranks == 1 else partial(_loss_of_ranks, function, ranks)
+        function, settings = own.fget(model), getattr(model, SETTINGS, None)
+        if settings is None and not torch.compiler.is_compiling():
+            parts = (vars(module).get(SETTINGS) for module in model.modules())
+            settings = next((x for x in parts if x is not None), None)
+        return function if settings is None else partial(_checked_loss, function, model, settings)
 
     PreTrainedModel.loss_function = property(loss_function, own.fset)
 
 
-def _loss_of_ranks(function: Any, ranks: int, *args: Any, **kwargs: Any) -> Any:
-    for name in ("shift_labels", "num_items_in_batch"):
-        if kwargs.get(name) is None:
-            raise ValueError(
-                f"on {ranks} ranks labels need {name}: shard_batch returns shift_labels, and "
-                f"labels_per_rank num_items_in_batch; got {name}=None"
-            )
+def _checked_loss(
+    function: Any, model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any
+) -> Any:
+    check = check_loss if settings.options.group is None else _check_loss_untraced
+    check(model, settings, kwargs["logits"] if "logits" in kwargs else args[0], kwargs)
     return function(*args, **kwargs)
 
 
 _restore_when_made()
-_refuse_losses_of_shards()
+_check_losses()
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -14,27 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..documents import as_ints, document_borders, in_words
+from ..documents import as_ints, document_borders
 from ..exchange import Exchange, Group, resolve_exchange, together
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
-from ..options import Schedule
+from ..options import AttentionOptions
 from ..parallel import comparing
-from ..pattern import DilatedPattern, HeadSlice, in_brief
-from ..tiles import Backend
+from ..pattern import DilatedPattern, check_head_slice, in_brief
 from ..torch_op import lengths_of_mask
 from .transformers_support import (
-    ANY_POSITIONS,
     CACHE_NAMES,
+    HYBRIDS,
     NAME,
+    PACKED_HYBRIDS,
     PACKING,
-    TOLD,
-    Positions,
     check_arguments,
-    layers_across_documents,
-    learns_next,
-    rotates_in_dimensions,
+    kind_of,
 )
 
 SETTINGS = "_ring_dilated_attention"  # of a model: its `Settings`
@@ -42,17 +38,17 @@ SETTINGS = "_ring_dilated_attention"  # of a model: its `Settings`
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `set_attention`, see there; and the positions by which the model numbers."""
+    """Arguments of `set_attention`, see there."""
 
     pattern: DilatedPattern
-    group: Group = None
-    layout: SequenceLayout | None = None
-    exchange: Schedule = "auto"
-    backend: Backend = "auto"
-    head_slice: HeadSlice | None = None
-    positions: Positions = ANY_POSITIONS
-    counted: set[str] = field(default_factory=set, compare=False)
-    """Has ``num_items_in_batch`` once ranks have compared one of a GPU."""
+    options: AttentionOptions
+    compared: set[str] = field(default_factory=set, compare=False)
+    """Holds ``num_items_in_batch`` once ranks have compared one of a GPU."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return resolve_exchange(self.options.group).world_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -82,11 +78,6 @@ def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
-def cache_name(module: nn.Module) -> str:
-    """The name of the KV cache in a model's forward, one of `CACHE_NAMES`."""
-    return CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(module.forward).parameters]
-
-
 def cache_of(given: dict[str, Any]) -> Any:
     """The KV cache among the arguments of a call; None where there is none."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
@@ -97,27 +88,25 @@ def is_cached(given: dict[str, Any]) -> bool:
     return bool(given.get("use_cache")) or cache_of(given) is not None
 
 
-def device_of(given: dict[str, Any]) -> torch.device:
-    """Where the input is."""
-    inputs = (given.get(key) for key in ("input_ids", "inputs_embeds"))
-    return next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-
-
 def inputs_of(given: dict[str, Any]) -> Tensor:
     """Ids (batch, columns), or embeddings (batch, columns, hidden); a ValueError without any."""
     inputs = given.get("input_ids")
     inputs = given.get("inputs_embeds") if inputs is None else inputs
-    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2 or not inputs.shape[1]:
+        got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
         raise ValueError(
             "the model needs input_ids (batch, local_sequence), or inputs_embeds "
-            f"(batch, local_sequence, hidden); got {type(inputs).__name__}"
+            "(batch, local_sequence, hidden), of a position at least: transformers' models take no "
+            f"empty shards; got {got}"
         )
     return inputs
 
 
-def layout_in_words(layout: SequenceLayout | None) -> str | None:
-    """A layout, so that ranks can compare theirs."""
-    return None if layout is None else f"{layout!r} ({layout.digest[:8]})"
+_NO_RIGHT_PADDING = (
+    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
+    "them (padding on the left is for calls with a KV cache, as generate makes; to train on "
+    "prompts padded there, as of GRPO, move each row's padding behind its text): {}"
+)
 
 
 def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
@@ -128,55 +117,56 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     ``use_cache=False`` and a `Call`. What is not supported, and ranks that differ, are errors on
     every rank.
     """
-    ends, layout = resolve_exchange(settings.group), settings.layout
-    name, first = type(module).__name__, settings.positions.first
-    mask, ids, head = (given.get(key) for key in ("attention_mask", "position_ids", NAME))
-    text_ids, counted = ids, {} if head is None else head.counted(settings.counted)
-    if rotates_in_dimensions(module) and isinstance(ids, Tensor) and ends.world_size == 1:
-        # M-RoPE: the first of four dimensions is that of the text, three have none of it.
-        text_ids = {3: None, 4: ids[0]}.get(len(ids), ids) if ids.dim() == 3 else ids
-    with together(name, ends, device_of(given), advice=_ADVICE if counted else "") as agreed:
-        if head is not None and head.failure is not None:
-            raise head.failure
-        check_arguments(module, given, settings.pattern, ends.world_size)
+    ends, layout, name = (
+        resolve_exchange(settings.options.group),
+        settings.options.layout,
+        type(module).__name__,
+    )
+    mask, ids = given.get("attention_mask"), given.get("position_ids")
+    inputs = [x for x in map(given.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)]
+    with together(name, ends, inputs[0].device if inputs else torch.device("cpu")) as agreed:
+        check_arguments(module, given, settings.pattern, ends.world_size, is_cached=False)
         rows = _rows(given, ends, layout)
+        text_ids, rope = ids, getattr(module.config, "rope_parameters", None) or {}
+        if "mrope_section" in rope and isinstance(ids, Tensor) and ids.dim() == 3:
+            # The first of four dimensions is that of the text, three have none of it.
+            text_ids = {3: None, 4: ids[0]}.get(len(ids), ids)
         check_ids(text_ids, rows)
         padding = check_padding(mask, rows)
-        borders = _given_borders(given, rows)
-        _check_positions(name, settings.positions, given, rows, padding)
-        agreed.on(
-            {
-                "use_cache": False,
-                "batch": rows.batch,
-                "layout": layout_in_words(layout) or f"shards of {len(rows.positions)} positions",
-                "attention_mask": "None" if mask is None else "given",
-                "position_ids": "None" if ids is None else "given",
-                "cu_seq_lens_q": "None" if borders is None else "given",
-                **counted,
-            }
-        )
-    lengths, documents = _lengths(name, padding, rows, layout, ends), borders
-    if text_ids is not None:
-        restarts = _documents(name, text_ids, rows, lengths, ends, first)
-        if borders is not None and restarts not in (None, borders):
-            raise ValueError(  # alike on every rank
-                "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
-                f"{in_words(borders)} and {in_words(restarts or ())}"
+        documents = _given_borders(given, rows)
+        if given.get("seq_idx") is not None and ids is None and documents is None:
+            raise ValueError(
+                "seq_idx names documents for layers other than attention: pass position_ids that "
+                "restart too, or cu_seq_lens_q; DataCollatorWithFlattening returns both"
             )
-        documents = borders or restarts
-    elif ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1)):
-        # A model that has all tokens in order knows best: it may skip padding, wherever that is.
-        ids = rows.positions[None] + first if ids is None else ids
-    if borders is not None and lengths is not None:
-        raise ValueError(
+        names = ("attention_mask", "position_ids", "cu_seq_lens_q")
+        shared = {x: "None" if given.get(x) is None else "given" for x in names}
+        shared["layout"] = f"shards of {len(rows.positions)} positions"
+        if layout is not None:
+            shared["layout"] = f"{layout!r} ({layout.digest[:8]})"
+        agreed.on({"use_cache": False, "batch": rows.batch, **shared})
+    lengths = None
+    if padding is not None:
+        with ends.calls.enter(name, "attention_mask") as scope:
+            lengths = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
+        lengths = None if set(lengths) == {rows.total} else lengths
+    if documents is not None and lengths is not None:
+        raise ValueError(  # alike on every rank
             "cu_seq_lens_q is for batches without padding; got an attention_mask of "
             f"{lengths[0]} valid positions of {rows.total}"
         )
+    if documents is None and text_ids is not None:
+        documents = _restarts(name, text_ids, rows, lengths, ends)
+    _check_layers(module, given, documents)
+    if ids is None and (
+        ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1))
+    ):
+        # A model that has all tokens in order knows best: it may skip padding, wherever that is.
+        ids = rows.positions[None]
     if mask is None:
         mask = rows.positions.new_ones(rows.batch, len(rows.positions), dtype=torch.bool)
     return {
         **given,
-        **_documents_of_layers(module, given, documents, rows),
         "position_ids": ids,
         "attention_mask": mask,
         "use_cache": False,
@@ -187,11 +177,6 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
 def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) -> Rows:
     inputs = inputs_of(given)
     batch, length = inputs.shape[:2]
-    if not length:
-        raise ValueError(
-            "transformers' models take no empty shards: every rank must hold a position; "
-            f"got input of shape {tuple(inputs.shape)}"
-        )
     if layout is None:
         positions = torch.arange(length, device=inputs.device) + ends.rank * length
         return Rows(batch, positions, length * ends.world_size)
@@ -201,17 +186,16 @@ def _rows(given: dict[str, Any], ends: Exchange, layout: SequenceLayout | None) 
 
 
 def check_ids(ids: Any, rows: Rows) -> None:
-    """Raise a TypeError or ValueError unless position ids have the rows' shape, or are None."""
+    """Raise a ValueError unless position ids have the rows' shape, or are None."""
+    whole = rows.batch, len(rows.positions)
     if ids is None:
         return
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        got = ids.dtype if isinstance(ids, Tensor) else repr(ids)
-        raise TypeError(f"position_ids must be a tensor of int32 or int64; got {got}")
-    length = len(rows.positions)
-    if tuple(ids.shape) not in ((1, length), (rows.batch, length)):
+    is_tensor = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not is_tensor or tuple(ids.shape) not in ((1, whole[1]), whole):
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else in_brief(ids)
         raise ValueError(
-            f"position_ids must have shape (batch, local_sequence), {(rows.batch, length)}, or "
-            f"{(1, length)}; got {tuple(ids.shape)} (positions in several dimensions are supported "
+            "position_ids must be int32 or int64 of shape (batch, local_sequence), "
+            f"{whole} or {(1, whole[1])}; got {got} (positions in several dimensions are supported "
             "for models with M-RoPE, on one process without a KV cache: use_cache=False)"
         )
 
@@ -221,50 +205,21 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     if mask is None:
         return None
     shape = rows.batch, len(rows.positions)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor {shape}; got {type(mask).__name__}")
-    if mask.shape != shape:
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask must have shape (batch, local_sequence), {shape}, 1 where a position "
-            f"is valid; other masks have no dilated attention. Got shape {tuple(mask.shape)}"
+            f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
+            f"is valid; other masks have no dilated attention. Got {got}"
         )
-    other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else mask[:0]
-    # An additive mask is 0 where a position is valid; peft's prompt tuning makes floats of a mask.
-    additive = mask.is_floating_point() and not bool((mask[:, :1] == 1).all())
-    if other.numel() or additive:
-        got = other.flatten()[0].item() if other.numel() else f"{mask.dtype} that begin with 0"
+    wrong = mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())
+    if mask.is_floating_point():  # an additive one is 0 where a position is valid
+        wrong = wrong or not bool((mask[:, :1] == 1).all())
+    if wrong:
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
-            f"told by position_ids that restart at 0); got {got}"
+            f"told by position_ids that restart at 0); got {mask.dtype} up to {mask.max().item()}"
         )
     return mask.to(rows.positions.device) == 0
-
-
-def _check_positions(
-    name: str, positions: Positions, given: dict[str, Any], rows: Rows, padding: Tensor | None
-) -> None:
-    """Raise a ValueError unless the model can number the tokens."""
-    first, most = positions
-    ids, tokens = given.get("position_ids"), given.get("input_ids")
-    if most is not None:
-        needed = first + rows.total if ids is None else int(ids.max()) + 1
-        if needed > most:
-            raise ValueError(
-                f"{name} has embeddings of {most} positions, and numbers them from {first}; the "
-                f"input needs {needed}"
-            )
-    if first and ids is None and isinstance(tokens, Tensor) and len(rows.positions) < rows.total:
-        skipped = tokens == first - 1
-        if bool((skipped if padding is None else skipped & ~padding).any()):
-            raise ValueError(
-                f"{name} skips token {first - 1} when it numbers positions, which a shard cannot "
-                "count: pass an attention_mask that is 0 there, or position_ids"
-            )
-    if given.get("seq_idx") is not None and ids is None and given.get("cu_seq_lens_q") is None:
-        raise ValueError(
-            "seq_idx names documents for layers other than attention: pass position_ids that "
-            "restart too, or cu_seq_lens_q; DataCollatorWithFlattening returns both"
-        )
 
 
 def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
@@ -272,57 +227,38 @@ def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
     query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if query is None and key is None:
         return None
-    if query is None or key is None:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must both be given, or neither")
-    borders = as_ints("cu_seq_lens_q", query)
-    if borders != as_ints("cu_seq_lens_k", key):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal")
-    if rows.batch != 1:
-        raise ValueError(f"cu_seq_lens_q needs a batch of 1 row; got {rows.batch}")
-    try:
-        return list(document_borders(borders, None, rows.total))
-    except ValueError as error:
+    borders, others = (None if x is None else as_ints("cu_seq_lens_q", x) for x in (query, key))
+    if borders is None or borders != others or rows.batch != 1:
         raise ValueError(
-            f"cu_seq_lens_q must be borders in the whole sequence, the same on every rank: {error}"
-        ) from None
-
-
-def _documents_of_layers(
-    module: nn.Module, given: dict[str, Any], documents: list[int] | None, rows: Rows
-) -> dict[str, Any]:
-    """Arguments that tell linear attention and convolutions the documents: on one process.
-
-    A ValueError where such layers would let documents run into each other.
-    """
-    layers = layers_across_documents(module)
-    if not layers or documents is None or len(documents) < 3:
-        return {}
-    device, stop = rows.positions.device, documents[-1]
-    if rows.batch == 1 and all(layer.endswith(TOLD) for layer in layers):
-        # Padding behind the documents is one more.
-        borders = torch.tensor([*documents, *[rows.total] * (stop < rows.total)], device=device)
-        index = torch.bucketize(rows.positions[None], borders[1:], right=True, out_int32=True)
-        known = {"cu_seq_lens_q": borders.int(), "cu_seq_lens_k": borders.int(), "seq_idx": index}
-        return {name: x for name, x in known.items() if given.get(name) is None}
-    if given.get("seq_idx") is None or "linear_attention" in layers:
-        raise ValueError(
-            f"{', '.join(layers)} of {type(module).__name__} would not keep these documents apart: "
-            "give each document a batch or a row of its own, padded on the right (a layer of "
-            "transformers that takes seq_idx can be given that)"
+            "cu_seq_lens_q and cu_seq_lens_k must both be given, and equal, for a batch of 1 row; "
+            f"got a batch of {rows.batch}"
         )
-    return {}
+    return list(document_borders(borders, None, rows.total))
 
 
-def _documents(
-    name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange, first: int
+def _check_layers(module: nn.Module, given: dict[str, Any], documents: list[int] | None) -> None:
+    """Raise a ValueError where layers other than attention would run over documents' borders."""
+    if documents is None or len(documents) < 3 or (kind := kind_of(module)) not in HYBRIDS:
+        return
+    needed = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    if kind not in PACKED_HYBRIDS or any(given.get(name) is None for name in needed):
+        raise ValueError(
+            f"layers of {type(module).__name__} other than attention would not keep documents "
+            "apart: give each document a batch or a row of its own, padded on the right "
+            f"({', '.join(sorted(PACKED_HYBRIDS))} take {', '.join(needed)})"
+        )
+
+
+def _restarts(
+    name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange
 ) -> list[int] | None:
-    """The documents that restarts of the position ids at `first` begin, the same on every rank.
+    """The documents that begin where position ids are 0, the same on every rank.
 
     Where ids do not count up, or not alike in all rows, a ValueError on every rank.
     """
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
     valid = rows.positions < stops[:, None]
-    ids = ids.to(rows.positions.device).expand(rows.batch, -1) - first
+    ids = ids.to(rows.positions.device).expand(rows.batch, -1)
     begun = rows.positions[((ids == 0) & valid).any(0)].tolist()
     with ends.calls.enter(name, "position_ids"):
         starts = {0, *chain.from_iterable(ends.share(begun))}
@@ -331,69 +267,51 @@ def _documents(
     with together(name, ends, rows.positions.device):
         for row, local in (valid & (ids != expected)).nonzero()[:1].tolist():
             raise ValueError(
-                f"position_ids must count up from {first} and restart at {first} where a document "
-                f"begins, at the same positions in every row of the batch (rows packed otherwise: "
-                f"join them to one row, or call with each); in row {row}, position "
+                "position_ids must count up from 0 and restart at 0 where a document begins, at "
+                "the same positions in every row of the batch (rows packed otherwise: join them to "
+                f"one row, or call with each); in row {row}, position "
                 f"{rows.positions[local].item()} of the sequence must have "
-                f"{expected[local].item() + first}; got {ids[row, local].item() + first}"
+                f"{expected[local].item()}; got {ids[row, local].item()}"
             )
     return borders if len(borders) > 2 else None
 
 
-_NO_RIGHT_PADDING = (
-    "attention_mask must be a right padding, 1 at the first positions of each row and 0 behind "
-    "them (padding on the left is for calls with a KV cache, as generate makes; to train on "
-    "prompts padded there, as of GRPO, move each row's padding behind its text): {}"
-)
+# --- the pattern of a layer
 
-
-def _lengths(
-    name: str, padding: Tensor | None, rows: Rows, layout: SequenceLayout | None, ends: Exchange
-) -> list[int] | None:
-    """Valid positions of each row, the same on every rank; None: all."""
-    if padding is None:
-        return None
-    with ends.calls.enter(name, "attention_mask") as scope:
-        found = lengths_of_mask(padding, ends, layout, scope, _NO_RIGHT_PADDING)
-    return None if set(found) == {rows.total} else found
-
-
-# --- heads of attention
-
-_QUERY = ("q_proj", "q_b_proj", "query", "q_lin", "query_key_value")
-_KEY = ("k_proj", "kv_b_proj", "key", "k_lin", "query_key_value")
+_QUERY = ("q_proj", "q_b_proj", "query_key_value")
+_KEY = ("k_proj", "kv_b_proj", "query_key_value")
 """Names in models of the projections whose rows follow the order of the heads."""
 
 
-def pattern_of_heads(
+def pattern_of_layer(
     module: nn.Module, settings: Settings, query_heads: int, kv_heads: int
 ) -> DilatedPattern:
-    """The model's pattern for the heads that an attention module has on this rank.
+    """The pattern of an attention module, for the heads that it has on this rank.
 
     transformers' ``tp_plan`` and torch's ``parallelize_module`` leave each rank a few heads of a
     layer, of which the module's config says how many there are, and its weights, which. Where
     neither `head_slice` nor the weights say it, a ValueError.
     """
-    pattern = settings.pattern
-    if settings.head_slice is not None:
-        return pattern.of_heads(settings.head_slice, kv_heads)
+    pattern = settings.pattern  # of all layers
+    if settings.options.head_slice is not None:
+        return pattern.of_heads(check_head_slice(settings.options.head_slice), kv_heads)
     own = layer = Heads(query_heads, kv_heads)
     config: Any = getattr(module, "config", None)
     if query := getattr(config, "num_attention_heads", None):
         layer = Heads(query, getattr(config, "num_key_value_heads", None) or query)
     if own == layer or (pattern.heads_are_alike and own.is_fraction_of(layer)):
         return pattern
-    projections = ([getattr(module, name, None) for name in names] for names in (_QUERY, _KEY))
-    query_weight, key_weight = (
-        next((w for x in found if (w := getattr(x, "weight", None)) is not None), None)
-        for found in projections
-    )
+    weights = _weight(module, _QUERY), _weight(module, _KEY)
     # Some models have their number of KV heads elsewhere in the config.
-    are_whole = not any(hasattr(x, "placements") for x in (query_weight, key_weight))
-    if own.query == layer.query and are_whole:
+    if own.query == layer.query and not any(hasattr(x, "placements") for x in weights):
         return pattern
-    found = slice_of_projections(layer, own, (query_weight, key_weight), type(module).__name__)
+    found = slice_of_projections(layer, own, weights, type(module).__name__)
     return pattern.of_heads(found, kv_heads)
+
+
+def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
+    found = (getattr(getattr(module, name, None), "weight", None) for name in names)
+    return next((weight for weight in found if weight is not None), None)
 
 
 # --- losses
@@ -406,112 +324,73 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True, eq=False)  # no tuple: FSDP would round the divisor in it
-class Head:
-    """A head's part of a call, for the model under it, which agrees on it with other ranks."""
-
-    columns: int = 0  # at the end, whose hidden states the head needs; 0: all of them
-    failure: ValueError | None = None  # why the loss of this call is refused
-    divisor: Tensor | float | None = None  # of the sum of the losses: ``num_items_in_batch``
-    labels: Tensor | None = None  # of the shard, where the loss is computed behind the head
-
-    @classmethod
-    def of(cls, model: nn.Module, given: dict[str, Any], ranks: int) -> Head:
-        """The head of a call with these arguments."""
-        kept, divisor, labels = (
-            given.get(x) for x in ("logits_to_keep", "num_items_in_batch", "labels")
-        )
-        why = _loss_of_shard(model, given, ranks)
-        return cls(
-            # A negative number, or a tensor, may name any column.
-            columns=kept if is_cached(given) and isinstance(kept, int) and kept > 0 else 0,
-            failure=ValueError(why) if why else None,
-            divisor=divisor,
-            labels=None if ranks == 1 or is_cached(given) or learns_next(model) else labels,
-        )
-
-    def counted(self, before: set[str]) -> dict[str, Any]:
-        """The divisor, to compare it with other ranks; empty where there is none.
-
-        On a GPU its number is compared in the first call alone: to read it waits for the device.
-        """
-        count, name = self.divisor, "num_items_in_batch"
-        if count is None:
-            return {}
-        if not isinstance(count, Tensor):
-            return {name: count}
-        if count.numel() > 1 or (count.is_cuda and name in before):
-            return {name: "a tensor"}
-        before.add(name)
-        return {name: count.item()}
-
-    def loss(self, logits: Tensor) -> Tensor:
-        """Of logits (batch, local_sequence, classes): a shard's part of that of all tokens."""
-        assert self.labels is not None
-        assert self.divisor is not None
-        logits = logits.flatten(0, 1)
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        labels = self.labels.reshape(-1).to(logits.device)
-        total = nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
-        by = self.divisor
-        return total / (by.to(total.device) if isinstance(by, Tensor) else by)
-
-
-def _loss_of_shard(model: nn.Module, given: dict[str, Any], ranks: int) -> str:
-    """Why the loss of a call, or its choice of logits, would be wrong; "" where it is right."""
-    count, kept = given.get("num_items_in_batch"), given.get("logits_to_keep")
-    if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
-        return (
-            "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
-            f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, "
-            "which casts floating arguments, pass num_items_in_batch.item(), or set "
-            "cast_forward_inputs=False"
-        )
-    if ranks == 1 or is_cached(given):  # with a KV cache every rank has all logits
-        return ""
-    labels, shifted = (given.get(x) is not None for x in ("labels", "shift_labels"))
-    name, shifts = type(model).__name__, learns_next(model)
+def check_head(given: dict[str, Any], ranks: int) -> None:
+    """Raise a ValueError for arguments of a model with a head that count the rows of a shard."""
+    cache, kept = cache_of(given), given.get("logits_to_keep", 0)
+    is_prompt = is_cached(given) and (cache is None or not cache.get_seq_length())
     why = ""
     if given.get("fused_lm_head"):
         why = "trl computes the loss itself, of a shard (fused_lm_head): use transformers' Trainer"
-    elif labels and shifts and not shifted:
-        why = (
-            "labels need shift_labels: a shard's last label is on another rank; shard_batch gives "
-            "it. Got shift_labels=None"
-        )
-    elif labels and count is None:
-        why = (
-            "labels need num_items_in_batch: what labels_per_rank returns, the labels of all ranks "
-            "over the number of ranks. Got num_items_in_batch=None"
-        )
-    elif labels and shifted and not shifts:
-        why = (
-            f"the labels of {name} are those of the tokens themselves: make the batch with "
-            "shard_batch(..., shift_labels=False); got shift_labels"
-        )
-    elif labels and not shifts and given.get("return_dict") is False:
-        why = f"the loss of {name} needs return_dict=True; got False"
-    elif shifted and not labels:
+    elif given.get("shift_labels") is not None and given.get("labels") is None:
         why = (
             "shift_labels need labels; got labels=None. The Trainer takes them out for "
             "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
             "compute such a loss from the logits and shift_labels, without giving them the model"
         )
-    elif isinstance(kept, Tensor) or kept:
+    elif (is_prompt or not is_cached(given)) and (isinstance(kept, Tensor) or kept != is_prompt):
         why = (
-            "logits_to_keep must be 0, since it counts the rows of a shard unless there is a KV "
-            f"cache: generate, which passes it, needs use_cache=True on ranks; got {kept!r}"
+            "logits_to_keep must be 1 for a prompt with a KV cache, which has the logits of its "
+            "last token alone, and 0 without a cache, where it would count the rows of a shard: "
+            f"generate, which passes 1, needs use_cache=True; got {in_brief(kept)}"
         )
-    return f"on {ranks} ranks {why}" if why else ""
+    if why:
+        raise ValueError(f"on {ranks} ranks {why}")
 
 
-def part_on_ranks(model: nn.Module) -> int:
-    """Number of ranks of a part of a model that has settings, where the model itself has none."""
-    if SETTINGS in vars(model):
-        return 1  # its `Head` checks the loss
-    found = next((x for module in model.modules() if (x := vars(module).get(SETTINGS))), None)
-    return 1 if found is None else resolve_exchange(found.group).world_size
+def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, Any]) -> None:
+    """Raise a ValueError on every rank where the mean over ranks would not be that of one process.
+
+    `given` are the keyword arguments of the loss function.
+    """
+    count, ends = given.get("num_items_in_batch"), resolve_exchange(settings.options.group)
+    ranks, why = ends.world_size, ""
+    missing = [x for x in ("shift_labels", "num_items_in_batch") if given.get(x) is None]
+    if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
+        why = (
+            "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
+            f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, "
+            "which casts floating arguments, pass num_items_in_batch.item(), or set "
+            "cast_forward_inputs=False"
+        )
+    elif ranks > 1 and missing:
+        why = (
+            f"on {ranks} ranks labels need {missing[0]}: shard_batch returns shift_labels, and "
+            f"labels_per_rank num_items_in_batch; got {missing[0]}=None"
+        )
+    elif ranks > 1 and (found := _unlike_tokens(model)):
+        why = f"on {ranks} ranks every token must be treated alone; got {found}"
+    if ranks == 1 or (settings.compared and logits.is_cuda):
+        if why:
+            raise ValueError(why)
+        return
+    with together("the loss", ends, logits.device, advice=_ADVICE) as agreed:
+        if why:
+            raise ValueError(why)
+        # To read a number of a GPU waits for the device: in the first call alone.
+        number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+        agreed.on({"num_items_in_batch": number})
+    settings.compared.add("num_items_in_batch")
+
+
+def _unlike_tokens(model: Any) -> str:
+    """Noise and adapters that a shard would change; they may come behind `set_attention`."""
+    alpha = getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
+    if model.training and alpha:
+        return f"neftune_noise_alpha {alpha!r}, noise whose size goes by the length of a shard"
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            return f"adapter {name!r} with alora_invocation_tokens, which are on one rank"
+    return ""
 
 
 # --- batches
@@ -524,11 +403,7 @@ _SHARDED = (
 
 
 def shard_batch(
-    batch: Mapping[str, Any],
-    layout: SequenceLayout,
-    group: Group = None,
-    *,
-    shift_labels: bool = True,
+    batch: Mapping[str, Any], layout: SequenceLayout, group: Group = None
 ) -> dict[str, Any]:
     """This rank's part of a whole batch, with labels shifted before sharding.
 
@@ -546,48 +421,36 @@ def shard_batch(
         layout: which positions each rank holds.
         group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process.
-        shift_labels: whether a token's label is the next token's, as causal language models learn
-            it. False for masked language models and token classification. Default True.
 
     Returns:
-        Arguments for the model: the shards; and where labels are shifted also ``shift_labels``, the
-        label of the next position wherever that is held. On several ranks, and with gradient
-        accumulation, a loss also needs ``num_items_in_batch``: see `labels_per_rank`.
+        Arguments for the model: the shards; and with labels also ``shift_labels``, the label of the
+        next position wherever that is held. On several ranks, and with gradient accumulation, a
+        loss also needs ``num_items_in_batch``: see `labels_per_rank`.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is unknown, or has another length than the layout; or ranks were
-            given different batches. On every rank.
+        ValueError: an entry is unknown, no tensor, or has another length than the layout; or ranks
+            were given different batches. On every rank.
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
     ends, whole = resolve_exchange(group), {}
     with comparing("shard_batch", ends) as compared:
-        for name, given, wanted in (
-            ("shift_labels", shift_labels, bool),
-            ("layout", layout, SequenceLayout),
-            ("batch", batch, Mapping),
-        ):
-            if not isinstance(given, wanted):
-                raise TypeError(f"{name} must be a {wanted.__name__}; got {in_brief(given)}")
         layout.check_ranks(ends.world_size)
         if unknown := sorted(map(str, set(batch) - {*_SHARDED, *PACKING})):
             raise ValueError(
                 f"a batch may hold {', '.join((*_SHARDED, *PACKING))}; got {', '.join(unknown)}"
             )
         for name in _SHARDED:
-            tensor = batch.get(name)
-            if tensor is None:
+            if (tensor := batch.get(name)) is None:
                 continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-            if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else in_brief(tensor)
+            if not isinstance(shape, tuple) or shape[1:2] != (layout.length,):
                 raise ValueError(
-                    f"{name} must have the layout's {layout.length} positions in dimension 1; got "
-                    f"shape {tuple(tensor.shape)}"
+                    f"{name} must be a tensor with the layout's {layout.length} positions in "
+                    f"dimension 1; got {shape}"
                 )
             whole[name] = tensor
-        compared.update(batch, layout=layout.digest[:8], shift_labels=shift_labels)
-    if shift_labels and "labels" in whole:
+        compared.update(batch, layout=layout.digest[:8])
+    if "labels" in whole:
         whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
     shards = {name: batch[name] for name in PACKING if name in batch}
     for name, tensor in whole.items():

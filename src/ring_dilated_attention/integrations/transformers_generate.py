@@ -1,12 +1,18 @@
-"""Calls of a transformers model with a KV cache, as its ``generate`` makes them.
+"""Generation with transformers: `DilatedCache`, and calls of a model with it.
+
+An attention layer of transformers hands its new keys and values to the cache, and what the cache
+returns to its attention. `DilatedCache.update` returns the very tensors that it was given, and
+attention finds by their identity which layer they belong to: keys that a model changes in between,
+repeats, or takes from another layer are refused and never attended to.
 
 Every rank gives the whole input. Of a prompt each row is turned until its valid positions come
-first, and each rank takes its shard; the hidden states that are asked for come back in the order of
-the input. Tokens behind the prompt are computed by every rank.
+first, and each rank takes its shard. Tokens behind the prompt are computed by every rank.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,39 +21,232 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from ..decode import cached_attention
-from ..exchange import Exchange, all_gather, resolve_exchange, settle
+from ..decode import DeepOnly, DilatedKVCache, cached_attention
+from ..exchange import all_gather, resolve_exchange, settle
 from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from ..parallel import comparing
-from .transformers_cache import DilatedCache
+from ..pattern import DilatedPattern, check_positive_int
 from .transformers_call import (
+    SETTINGS,
     Call,
     Rows,
     Settings,
-    cache_name,
     cache_of,
     check_ids,
     check_padding,
     inputs_of,
-    layout_in_words,
-    pattern_of_heads,
+    pattern_of_layer,
 )
-from .transformers_support import CACHE_NAMES, NAME, check_arguments, rotates_in_dimensions
+from .transformers_support import (
+    CACHE_NAMES,
+    DECODERS,
+    NAME,
+    check_arguments,
+    kind_of,
+    without_adapters,
+)
+
+# --- the cache
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CachedCall(Call):
-    """A call of a model with a cache."""
+class _Layer:
+    """One attention layer's part of a `DilatedCache`, with the flags of transformers' layers."""
 
-    columns: int  # tokens of each row, padding included
-    kept: int  # columns at the end whose hidden states are returned; 0: all columns
-    after: list[int]  # valid positions of each row after the call
-    position_ids: Tensor  # of the columns that this rank computes, (1 or batch, columns)
-    firsts: Tensor | None = None  # of a prompt, (batch, 1): the first valid column of each row
-    source: Tensor | None = None  # (batch, local_sequence): the columns that this rank computes
+    is_sliding = is_compileable = is_croppable = supports_early_init = False
+
+    def __init__(self, kv: DilatedKVCache) -> None:
+        self.kv = kv
+
+
+_GROWTH = 1.5
+"""A cache of unknown length makes room for this many times what it needs: few copies, and at most
+half too much."""
+
+
+class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
+    """A KV cache that keeps, of each layer, the rows that later positions can still be shown.
+
+    A model with `set_attention` makes one by itself where it is called with ``use_cache=True``, as
+    ``generate`` does. Make one yourself to reuse it, to limit it, or for a loop of your own; pass
+    it as ``cache`` (before transformers 5.24: ``past_key_values``). For another batch or document,
+    call its `reset`; to go on from one prompt twice, `copy.deepcopy` it.
+
+    A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
+    with a segment length of None keeps n / r rows. Prompts of different lengths are padded on the
+    left; padding is not kept. Positions cannot be taken back, nor rows of the batch reordered.
+
+    On the ranks of a group every rank makes the same calls with the same whole input, and a cache
+    of its own. The prompt is sharded over the ranks; what comes later every rank computes.
+
+    Args:
+        model: with `set_attention`; the one that is called.
+        max_length: positions that memory is allocated for at once, those of the prompt included.
+            None, the default: half as many again as the prompt. Longer documents make it grow, up
+            to what the pattern keeps; ``generate`` reserves what it may need.
+        sharded: whether the ranks share the rows; else each keeps them all. None, the default:
+            from 128 MiB a layer on.
+
+    Attributes:
+        settings: those of the model.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `set_attention` was not called with the model, one of its layers mixes positions
+            otherwise than by attention, or a number is out of range.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, max_length: int | None = None, sharded: bool | None = None
+    ) -> None:
+        settings = getattr(model, SETTINGS, None)
+        if not isinstance(settings, Settings):
+            raise ValueError(
+                "a DilatedCache is for a model with set_attention: call set_attention(model, "
+                f"pattern) first; it was not called with this {type(model).__name__}"
+            )
+        if (kind := kind_of(without_adapters(model))) not in DECODERS:
+            raise ValueError(
+                "a DilatedCache is for causal decoders in which attention alone mixes positions; "
+                f"{type(model).__name__} is {kind!r}: pass use_cache=False"
+            )
+        super().__init__(layers=[])
+        self.settings: Settings = settings
+        self._room = 0 if max_length is None else check_positive_int("max_length", max_length)
+        self._sharded = sharded
+        self._columns = 0
+        self._lengths: tuple[int, ...] = ()
+        self._is_called = False  # by a model with set_attention
+        self._pending: tuple[int, Tensor, Tensor] | None = None  # of `update`, till attention comes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all layers on this rank."""
+        return sum(layer.kv.nbytes for layer in self.layers)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Valid positions of each row; the next one's number. Empty before the first prompt."""
+        return self._lengths
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first prompt."""
+        return len(self._lengths) or -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far: padding counts, since masks and inputs of ``generate`` have it."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(keys, first key) that a mask would have to cover."""
+        count = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self._columns + count, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions of transformers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note the new keys and values of a layer; attention, which comes next, adds them.
+
+        Args:
+            key_states: (batch, kv_heads, m, head_dim).
+            value_states: like `key_states`.
+            layer_idx: of the layer.
+
+        Returns:
+            The two tensors themselves.
+
+        Raises:
+            ValueError: the model has no `set_attention`.
+        """
+        if not self._is_called:
+            raise ValueError(
+                "a DilatedCache is for the model with set_attention that it was made for; this one "
+                "has other attention: pass it another cache, or call set_attention(model, pattern)"
+            )
+        self._pending = layer_idx, key_states, value_states
+        return key_states, value_states
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for documents of `max_length` positions; never makes less room than there is.
+
+        Args:
+            max_length: positions, those so far included.
+        """
+        self._room = max(self._room, check_positive_int("max_length", max_length))
+        for layer in self.layers:
+            layer.kv.reserve(self._room)
+
+    def reset(self) -> None:
+        """Drop everything: the next call brings a new prompt, of any batch."""
+        self.layers: list[_Layer] = []
+        self._columns, self._lengths = 0, ()
+
+    # A call of the model: `start`, then `update` and `of_layer` for each layer, then `finish`.
+
+    def start(self, after: tuple[int, ...]) -> None:
+        """Begin a call of the model, after which the rows of the batch have these lengths."""
+        self._pending, self._is_called = None, True
+        if not self._columns:
+            self.layers = []
+        if max(after) > self._room:
+            self.reserve(math.ceil(_GROWTH * max(after)))
+
+    def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
+        """The layer whose update has just returned these very tensors; else a ValueError."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending[1] is not key or pending[2] is not value:
+            raise ValueError(
+                f"the keys and values in {type(module).__name__} are not what its update of the KV "
+                "cache returned: models that change or share them have no DilatedCache, nor has "
+                "gradient checkpointing in training mode; pass use_cache=False"
+            )
+        return pending[0]
+
+    def of_layer(self, layer_idx: int, rows: Tensor, pattern: DilatedPattern) -> DilatedKVCache:
+        """The cache of a layer, made for its first keys, (batch, m, kv_heads, head_dim)."""
+        if layer_idx == len(self.layers):
+            batch, _, kv_heads, head_dim = rows.shape
+            kv = DilatedKVCache(
+                *(pattern, batch, kv_heads, head_dim),
+                max_length=self._room,
+                dtype=rows.dtype,
+                device=rows.device,
+                group=self.settings.options.group,
+                sharded=self._sharded,
+            )
+            self.layers.append(_Layer(kv))
+        found: DilatedKVCache = self.layers[layer_idx].kv
+        if found.known_lengths != (self._lengths or (0,) * len(rows)):
+            raise ValueError(
+                f"layer {layer_idx} has {found.known_lengths} rows in the KV cache where "
+                f"{self._lengths} were expected: an earlier call with this cache failed (reset() "
+                "it and begin anew), or the model's layers do not update it once in each call"
+            )
+        return found
+
+    def finish(self, after: tuple[int, ...], columns: int) -> None:
+        """Note that a call has added columns."""
+        self._is_called = False
+        self._columns, self._lengths = self._columns + columns, after
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.settings.pattern}, {self._columns} columns, lengths "
+            f"{list(self._lengths)}, max_length={self._room}, sharded={self._sharded})"
+        )
+
+
+# --- attention
 
 
 def attended(
@@ -63,13 +262,14 @@ def attended(
     result is (batch, m, heads, head_dim of value).
     """
     settings, cache, width = call.settings, call.cache, tensors[2].shape[3]
+    options = settings.options
     layer = None if cache is None else cache.taken(module, *tensors[1:])
     if cache is not None and not is_causal:
         raise ValueError(
             f"a KV cache is for causal attention; {type(module).__name__} has is_causal=False"
         )
     query, key, value = (x.transpose(1, 2) for x in tensors)
-    pattern = pattern_of_heads(module, settings, query.shape[2], key.shape[2])
+    pattern = pattern_of_layer(module, settings, query.shape[2], key.shape[2])
     if cache is None:
         # Narrower values, as of DeepSeek's latent attention, take as long as if they were not.
         value = F.pad(value, (0, query.shape[3] - width)) if query.shape[3] > width else value
@@ -78,7 +278,7 @@ def attended(
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
             found: torch.Tensor = cached_attention(
-                query, key, value, kv, scale=scale, backend=settings.backend
+                query, key, value, kv, scale=scale, backend=options.backend
             )
             return found
     out = dilated_attention(
@@ -87,38 +287,50 @@ def attended(
         scale=scale,
         documents=call.documents,
         lengths=call.lengths,
-        group=settings.group,
+        group=options.group,
         layout=call.layout,
-        exchange=settings.exchange,
-        backend=settings.backend,
+        exchange=options.exchange,
+        backend=options.backend,
+        workspace=options.workspace,
+        branch_gradients=options.branch_gradients,
     )
     if cache is not None:
         kv.prefill(key, value, layout=call.layout, lengths=call.lengths)
     return out if value.shape[3] == width else out[..., :width]
 
 
+# --- a call of the model
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CachedCall(Call):
+    """A call of a model with a cache."""
+
+    columns: int  # tokens of each row, padding included
+    after: tuple[int, ...]  # valid positions of each row after the call
+    position_ids: Tensor  # of the columns that this rank computes, (1 or batch, columns)
+    source: Tensor | None = None  # (batch, local_sequence): the columns that it computes; None: all
+
+
 def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
-    """Behind a decoder: `output`, its hidden states in the order of the input, on every rank."""
+    """Behind a decoder: `output`, its hidden states in the order of the input.
+
+    On several ranks those of a prompt are the last token's alone, (batch, 1, hidden), on each rank.
+    """
     call.cache.finish(call.after, call.columns)
-    if call.source is None or call.firsts is None:
+    if call.source is None:
         return None
     hidden, layout = output.last_hidden_state, call.layout
-    every = (torch.arange(call.columns, device=hidden.device) - call.firsts) % call.columns
-    wanted = every[:, -call.kept :]  # all of them, where that is 0
     if layout is None:
-        if getattr(output, "hidden_states", None) is not None:
-            output.hidden_states = tuple(_rows_at(x, every) for x in output.hidden_states)
-        output.last_hidden_state = _rows_at(hidden, wanted)
+        output.last_hidden_state = _rows_at(hidden, call.source.argsort(1))
         return output
-    ends = resolve_exchange(call.settings.group)
-    places = torch.full((layout.length,), -1, device=hidden.device)
-    own = layout.positions(ends.rank, device=hidden.device)
-    places[own] = torch.arange(len(own), device=hidden.device)
-    places = places[wanted]  # -1: another rank has the row
-    rows = _rows_at(hidden, places.clamp(min=0)).where((places >= 0)[..., None], 0)
+    ends = resolve_exchange(call.settings.options.group)
+    stops = torch.tensor(call.after, device=hidden.device)[:, None]
+    is_last = layout.positions(ends.rank, device=hidden.device) == stops - 1
+    own = hidden.where(is_last[..., None], 0).sum(1, keepdim=True)
     with ends.calls.enter(type(module).__name__, "hidden states") as scope:
         settle(scope, ends, hidden.device)
-        output.last_hidden_state = sum(all_gather(ends, rows))
+        output.last_hidden_state = sum(all_gather(ends, own))
     return output
 
 
@@ -128,7 +340,6 @@ def _rows_at(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-_DYNAMIC = (None, "dynamic", "dynamic_full")  # "full": older versions take positions back from it
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
@@ -141,19 +352,14 @@ def prepared_with_cache(
     later tokens, with their ``position_ids``, the cache, and a `CachedCall`. What is not supported,
     gradients, and ranks that differ are errors on every rank.
     """
-    ends, head = resolve_exchange(settings.group), given.pop(NAME, None)
-    with comparing(type(module).__name__, ends) as compared:
-        if head is not None and head.failure is not None:
-            raise head.failure
-        call = _call(module, settings, given, ends, 0 if head is None else head.columns)
+    with comparing(type(module).__name__, resolve_exchange(settings.options.group)) as compared:
+        call = _call(module, settings, given)
         compared.update(
             {
                 "input": inputs_of(given),  # a seed may have made the tokens different
                 "use_cache": True,
-                "KV cache": call.cache.described,
+                "KV cache": repr(call.cache),
                 "lengths": call.after,  # which tell the padding
-                "logits_to_keep": call.kept,
-                "layout": layout_in_words(call.layout),
             }
         )
     call.cache.start(call.after)
@@ -172,75 +378,27 @@ def prepared_with_cache(
     }
 
 
-def prepare_cache_for_generation(
-    model: PreTrainedModel,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    generation_mode: Any,
-    batch_size: int,
-    max_cache_length: int,
-) -> None:
-    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`.
-
-    A ValueError where another kind of cache is asked for, or a prompt is padded on the right.
-    """
-    if generation_config.use_cache is False:
-        return
-    kind = generation_config.cache_implementation
-    if kind not in _DYNAMIC:
-        raise ValueError(
-            "a model with set_attention generates with a DilatedCache: cache_implementation must "
-            f"be None; got {kind!r}"
-        )
-    mask = model_kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
-        raise ValueError(
-            "generate goes on behind the last column of every row, so prompts are padded on the "
-            "left: set tokenizer.padding_side = 'left'. Got an attention_mask with 0 in its last "
-            "column"
-        )
-    cache = cache_of(model_kwargs)
-    if cache is None:
-        cache = DilatedCache(model, max_length=max_cache_length)
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if is_assisted or generation_config.is_assistant or kind == "dynamic_full":
-            cache.activate_past_recording()
-        model_kwargs[cache_name(model)] = cache
-    else:
-        _check_cache(model, cache)
-        cache.reserve(max_cache_length)
-        cache._is_user_defined = True  # transformers asks for that
-
-
-def _call(
-    module: Any, settings: Settings, given: dict[str, Any], ends: Exchange, kept: int
-) -> CachedCall:
+def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
     """Check a call with a cache, and lay its columns out: a prompt, or new ones behind it."""
     cache = cache_of(given)
-    if cache is not None:
-        _check_cache(module, cache)
+    cache = DilatedCache(module) if cache is None else _checked(cache)
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a KV cache has no gradient: call the model under torch.no_grad(), as generate does, "
             "or leave use_cache and the cache out"
         )
-    check_arguments(module, given, settings.pattern, ends.world_size, "cached")
-    inputs = inputs_of(given)
+    ends, inputs = resolve_exchange(settings.options.group), inputs_of(given)
+    check_arguments(module, given, settings.pattern, ends.world_size, is_cached=True)
     batch, count, device = *inputs.shape[:2], inputs.device
-    cache = DilatedCache(module) if cache is None else cache
     before, was = cache.get_seq_length(), cache.settings
     others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
     why = ""
-    if settings.positions.first:
-        why = f"{type(module).__name__} must number positions from 0: pass use_cache=False"
-    elif others:
+    if others:
         why = (
             "a model takes input_ids or inputs_embeds, attention_mask and position_ids; got "
             f"{', '.join(sorted(others))}"
         )
-    elif not count:
-        why = f"there must be a token at least; got input of shape {tuple(inputs.shape)}"
-    elif (was.pattern, was.group) != (settings.pattern, settings.group):
+    elif (was.pattern, was.options.group) != (settings.pattern, settings.options.group):
         why = (
             "it must be of the model's own pattern and group; set_attention was called since it "
             f"was made, or with another model. It has {was.pattern}, the model {settings.pattern}"
@@ -252,78 +410,106 @@ def _call(
         )
     if why:
         raise ValueError(f"with a KV cache {why}")
-    cache.check_layers()
     columns = torch.arange(before + count, device=device)
-    padding = check_padding(given.get("attention_mask"), Rows(batch, columns, 0))
-    firsts = [before - n for n in cache.lengths] or [0] * batch
-    if not before and padding is not None:
-        firsts = padding.int().cumprod(1).sum(1).tolist()
-    starts = torch.tensor(firsts, device=device)[:, None]
-    places = columns - starts  # in the text of each row
-    if padding is not None and not torch.equal(padding, places < 0):
-        row, column = (padding != (places < 0)).nonzero()[0].tolist()
-        raise ValueError(
-            "with a KV cache attention_mask must be 0 for padding on the left of the prompt, and 1 "
-            f"for all behind it; in row {row}, column {column} must be "
-            f"{int(places[row, column] >= 0)} (without a mask generate takes pad_token_id for "
-            "padding: pass attention_mask where that token is in the text; prefill_chunk_size must "
-            "exceed the padding)"
-        )
-    places = places[:, before:]
-    _check_position_ids(given, places)
-    after = [before + count - first for first in firsts]
-    if (most := settings.positions.most) is not None and max(after) > most:
-        raise ValueError(f"the model has embeddings of {most} positions; got {max(after)}")
-    call = partial(
-        CachedCall, settings, cache=cache, columns=count, kept=min(kept, count), after=after
-    )
+    firsts, places = _places(given, cache, Rows(batch, columns, 0))
+    after = tuple(before + count - first for first in firsts)
+    call = partial(CachedCall, settings, cache=cache, columns=count, after=after)
     if before:
         return call(position_ids=places[:1] if len(set(firsts)) == 1 else places)
     layout, width, positions = None, count, columns
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
-        layout = settings.layout
-        if (
-            layout is None
-            or (layout.length, layout.world_size) != (width, ends.world_size)
-            or not all(layout.local_length(rank) for rank in range(ends.world_size))
-        ):
-            layout = SequenceLayout.zigzag(width, ends.world_size)  # which balances causal work
+        layout = SequenceLayout.zigzag(width, ends.world_size)  # which balances causal work
         positions = layout.positions(ends.rank, device=device)
     return call(
-        lengths=None if set(after) == {width} else after,
+        lengths=None if set(after) == {width} else list(after),
         # A model that looks at the largest position, or has few, is not to see those of padding.
         position_ids=positions[None].clamp(max=max(0, max(after) - 1)),
         layout=layout,
-        firsts=starts,
         # Each row begins with its first valid column; padding goes behind the text.
-        source=(positions + starts) % count if layout is not None or any(firsts) else None,
+        source=(positions - places[:, :1]) % count if layout or any(firsts) else None,
     )
 
 
-def _check_cache(module: Any, cache: Any) -> None:
+def _places(given: dict[str, Any], cache: DilatedCache, rows: Rows) -> tuple[list[int], Tensor]:
+    """The first valid column of each row, and the new columns' places in its text, (batch, m).
+
+    A place below 0 is padding. Masks and position ids that say otherwise are a ValueError.
+    """
+    columns, before = rows.positions, cache.get_seq_length()
+    padding = check_padding(given.get("attention_mask"), rows)
+    firsts = [before - n for n in cache.lengths] or [0] * rows.batch
+    if not before and padding is not None:
+        firsts = padding.int().cumprod(1).sum(1).tolist()
+    places = columns - torch.tensor(firsts, device=columns.device)[:, None]
+    if padding is not None and not torch.equal(padding, places < 0):
+        row, column = (padding != (places < 0)).nonzero()[0].tolist()
+        raise ValueError(
+            "with a KV cache attention_mask must be 0 for padding on the left of the prompt "
+            "(tokenizer.padding_side = 'left'), and 1 for all behind it; in row "
+            f"{row}, column {column} must be {int(places[row, column] >= 0)} (without a mask "
+            "generate takes pad_token_id for padding: pass attention_mask where that token is in "
+            "the text)"
+        )
+    places = places[:, before:]
+    check_ids(ids := given.get("position_ids"), Rows(rows.batch, places[0], 0))
+    if ids is not None:
+        ids = ids.to(columns.device).expand(rows.batch, -1)
+        for row, column in ((ids != places) & (places >= 0)).nonzero()[:1].tolist():
+            raise ValueError(
+                "with a KV cache position_ids must count the valid positions of a row from 0, or "
+                f"be left out: one document in each row; in row {row}, token {column} of this call "
+                f"must have {places[row, column].item()}; got {ids[row, column].item()}"
+            )
+    return firsts, places
+
+
+# --- generate
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def cache_name(module: nn.Module) -> str:
+    """The name of the KV cache in a model's forward, one of `CACHE_NAMES`."""
+    return CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(module.forward).parameters]
+
+
+def _checked(cache: Any) -> DilatedCache:
     if not isinstance(cache, DilatedCache):
-        several = rotates_in_dimensions(module)
-        needs = "use_cache=False" if several else f"{cache_name(module)}=DilatedCache(that part)"
         raise ValueError(
-            "the KV cache must be a DilatedCache, which generate makes by itself for a model "
-            "with set_attention, or None; make one by "
-            "ring_dilated_attention.integrations.transformers.DilatedCache(model). Where only a "
-            "part of the model has set_attention, such as model.model.language_model, give "
-            f"generate {needs}. Got {type(cache).__name__}"
+            "the KV cache must be a DilatedCache, which generate makes by itself for a model with "
+            "set_attention; where only a part of the model has it, such as "
+            "model.model.language_model, give generate DilatedCache(that part), or use_cache=False "
+            f"(M-RoPE). Got {type(cache).__name__}"
         )
+    return cache
 
 
-def _check_position_ids(given: dict[str, Any], places: Tensor) -> None:
-    """Raise unless position ids, if given, are these (batch, columns), or anything where < 0."""
-    ids = given.get("position_ids")
-    check_ids(ids, Rows(len(places), places[0], 0))
-    if ids is None:
+def prepare_cache_for_generation(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`.
+
+    A ValueError where another kind of cache or search is asked for.
+    """
+    if generation_config.use_cache is False:
         return
-    ids = ids.to(places.device).expand(len(places), -1)
-    for row, column in ((ids != places) & (places >= 0)).nonzero()[:1].tolist():
+    kind = generation_config.cache_implementation
+    if generation_mode not in _MODES or kind not in (None, "dynamic"):
+        mode = getattr(generation_mode, "value", generation_mode)
         raise ValueError(
-            "with a KV cache position_ids must count the valid positions of a row from 0, or be "
-            f"left out: one document in each row; in row {row}, token {column} of this call must "
-            f"have {places[row, column].item()}; got {ids[row, column].item()}"
+            "a model with set_attention generates with a DilatedCache, cache_implementation=None, "
+            "by greedy search or sampling; other searches need use_cache=False. Got "
+            f"cache_implementation={kind!r} and {mode}"
         )
+    cache = cache_of(model_kwargs)
+    if cache is None:
+        model_kwargs[cache_name(model)] = DilatedCache(model, max_length=max_cache_length)
+    else:
+        _checked(cache).reserve(max_cache_length)
+        cache._is_user_defined = True  # transformers asks for that

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .pattern import INT_LIMIT, in_brief, shape_in_brief
+from .pattern import INT_LIMIT, check_int, in_brief, shape_in_brief
 
 Integers: TypeAlias = Sequence[int] | torch.Tensor
 """Ints as callers have them: a sequence, or a 1-D tensor of int32 or int64."""
@@ -79,12 +79,11 @@ def as_ints(name: str, values: Any) -> list[int]:
         numbers: list[int] = values.tolist()
     elif isinstance(values, (list, tuple, range)):
         numbers = list(values)
-        if not torch.compiler.is_compiling():
-            if set(map(type, numbers)) - {int}:
-                numbers = [_as_int(name, number) for number in numbers]
-            if numbers and not -INT_LIMIT <= min(numbers) <= max(numbers) < INT_LIMIT:
-                largest = max(numbers, key=abs)
-                raise ValueError(f"{name} must hold ints below 2**63; got {in_brief(largest)}")
+        # Documents may be thousands: each by itself is looked at only where not all are plain ints.
+        if not torch.compiler.is_compiling() and (
+            {*map(type, numbers)} - {int} or (numbers and max(map(abs, numbers)) >= INT_LIMIT)
+        ):
+            numbers = [check_int(f"each of {name}", number) for number in numbers]
     else:
         raise TypeError(
             f"{name} must be a list of ints or a 1-D tensor of them; got {in_brief(values)}"
@@ -106,15 +105,6 @@ def _check_tensor(name: str, values: torch.Tensor) -> None:
         raise TypeError(f"{name} must be int32 or int64; got {values.dtype}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
-
-
-def _as_int(name: str, number: Any) -> int:
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        return operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
 
 
 def packed_rows(

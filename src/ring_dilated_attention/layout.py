@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 LAYOUTS = ("auto", "contiguous", "zigzag")
 """Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
 
-_EXAMPLE = ", as in SequenceLayout([[(0, 500)], [(500, 1000)]])"
-"""How ranges are given, for messages: one list for each rank."""
-
 
 def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
     """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
@@ -157,8 +154,7 @@ class SequenceLayout:
 
         world_size = check_positive_int("world_size", world_size)
         if not isinstance(positions, torch.Tensor) or positions.is_floating_point():
-            is_tensor = isinstance(positions, torch.Tensor)
-            got = f"one of {positions.dtype}" if is_tensor else in_brief(positions)
+            got = getattr(positions, "dtype", in_brief(positions))
             raise TypeError(f"positions must be a tensor of ints, got {got}")
         if positions.ndim != 1 or not len(positions) or len(positions) % world_size:
             raise ValueError(
@@ -187,22 +183,18 @@ class SequenceLayout:
             ValueError: rows of a batch are balanced apart (a layout is for all of them), or see
                 `from_positions`.
         """
-        generate = getattr(balancer, "_generate_indices", None)  # all that a balancer has
-        if generate is None:
+        if not hasattr(balancer, "_generate_indices"):  # all that a balancer has
             raise TypeError(
                 "balancer must be a load balancer of torch's context parallelism, got "
                 f"{in_brief(balancer)}"
             )
-        indices = generate(restore=False)
+        indices = balancer._generate_indices(restore=False)
         if indices is None or indices.ndim != 2 or (indices != indices[:1]).any():
-            got = "none" if indices is None else f"shape {shape_in_brief(indices)}"
             raise ValueError(
                 "a layout is the same for all rows of a batch; this load balancer gives them "
-                f"different positions: {got}"
+                "different positions"
             )
-        return cls.from_positions(
-            indices[0], balancer.world_size if world_size is None else world_size
-        )
+        return cls.from_positions(indices[0], world_size or balancer.world_size)
 
     @classmethod
     def from_flat(cls, flat: Iterable[int]) -> SequenceLayout:
@@ -247,19 +239,12 @@ class SequenceLayout:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise a `ValueError` unless the layout is for that many ranks.
-
-        Args:
-            world_size: number of ranks of the group that a call is given.
-        """
+        """Raise a `ValueError` unless the layout is for a group of `world_size` ranks."""
         if self.world_size != world_size:
-            way_out = (
-                "pass the group or the mesh of the ranks that share the sequence"
-                if world_size == 1
-                else "make the layout for dist.get_world_size(group) ranks"
-            )
             raise ValueError(
-                f"the layout is for {self.world_size} ranks; the group has {world_size}: {way_out}"
+                f"the layout is for {self.world_size} ranks; the group has {world_size}: make it "
+                "for dist.get_world_size(group) ranks, and pass the group of the ranks that share "
+                "the sequence"
             )
 
     @cached_property
@@ -295,11 +280,7 @@ class SequenceLayout:
         import torch
 
         ranges = self.ranges[self._check_rank(rank)]
-        if _size("the tensor", tensor, dim) != self.length:
-            raise ValueError(
-                f"dimension {dim} of the tensor must have the layout's {self.length} positions; "
-                f"got shape {shape_in_brief(tensor)}"
-            )
+        _check_size("the tensor", tensor, dim, self.length)
         parts = [tensor.narrow(dim, a, b - a) for a, b in ranges]
         if len(parts) == 1:
             return parts[0]
@@ -312,11 +293,7 @@ class SequenceLayout:
         if len(shards) != self.world_size:
             raise ValueError(f"need one shard per rank, {self.world_size}; got {len(shards)}")
         for rank, shard in enumerate(shards):
-            if _size(f"the shard of rank {rank}", shard, dim) != self.local_length(rank):
-                raise ValueError(
-                    f"the shard of rank {rank} must have {self.local_length(rank)} rows along "
-                    f"dimension {dim}; got shape {shape_in_brief(shard)}"
-                )
+            _check_size(f"the shard of rank {rank}", shard, dim, self.local_length(rank))
         return torch.cat(
             [shards[p.rank].narrow(dim, p.local, p.stop - p.start) for p in self.pieces], dim
         )
@@ -350,43 +327,35 @@ def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _size(name: str, tensor: torch.Tensor, dim: int) -> int:
-    """The size of a dimension that the tensor has."""
+def _check_size(name: str, tensor: torch.Tensor, dim: int, size: int) -> None:
+    """Raise a `TypeError` or `ValueError` unless a tensor has so many rows along a dimension."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-    if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+    is_dim = isinstance(dim, int) and -tensor.ndim <= dim < tensor.ndim
+    if not is_dim or tensor.shape[dim] != size:
         raise ValueError(
-            f"dim must be a dimension of {name}, which has {tensor.ndim}; got {in_brief(dim)}"
+            f"dimension {in_brief(dim)} of {name} must have {size} positions; got shape "
+            f"{shape_in_brief(tensor)}"
         )
-    return tensor.shape[dim]
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    if not isinstance(ranges, Iterable):
-        raise TypeError(
-            f"the ranges of a rank must be a list of (start, stop) pairs{_EXAMPLE}; got "
-            f"{in_brief(ranges)} for rank {rank}"
-        )
     joined: list[tuple[int, int]] = []
-    for bounds in ranges:
-        if not isinstance(bounds, Sequence) or len(bounds) != 2:
+    for bounds in ranges if isinstance(ranges, Iterable) else [ranges]:
+        if not isinstance(bounds, Sequence) or len(bounds) != 2 or {*map(type, bounds)} != {int}:
+            is_pair = isinstance(bounds, Sequence) and len(bounds) == 2
             raise TypeError(
-                f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
-                f"{in_brief(bounds)} as a range of rank {rank}"
+                "the ranges of a rank must be (start, stop) pairs of ints, as in "
+                "SequenceLayout([[(0, 500)], [(500, 1000)]]); got "
+                f"{' and '.join(map(in_brief, bounds)) if is_pair else in_brief(bounds)} for rank "
+                f"{rank}"
             )
         start, stop = bounds
-        for bound in bounds:
-            if isinstance(bound, bool) or not isinstance(bound, int):
-                raise TypeError(
-                    f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
-                    f"{in_brief(bound)} in a range of rank {rank}"
-                )
         if not 0 <= start <= stop < INT_LIMIT:
-            limit = " < 2**63" * (stop >= INT_LIMIT)
             raise ValueError(
-                f"a range needs 0 <= start <= stop{limit}; rank {rank}: "
+                f"a range needs 0 <= start <= stop < 2**63; rank {rank}: "
                 f"({in_brief(start)}, {in_brief(stop)})"
             )
         if start == stop:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 HeadOffsets: TypeAlias = Literal["interleaved", "blocked"]
@@ -117,13 +117,6 @@ def check_int(name: str, value: Any) -> int:
     return number
 
 
-def _check_segment_length(value: Any) -> int:
-    try:
-        return check_positive_int("a segment length", value)
-    except TypeError as error:
-        raise TypeError(f"{error}; None is the whole document") from None
-
-
 def check_head_slice(value: Any) -> HeadSlice:
     """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
@@ -181,59 +174,47 @@ class DilatedPattern:
         2
     """
 
-    segment_lengths: tuple[int | None, ...]
-    dilation_rates: tuple[int, ...]
-    head_offsets: HeadOffsets
-    head_branches: HeadBranches
-    zero_keys: bool
-    head_slice: HeadSlice | None = None  # also of patterns that version 0.2.0 has pickled
+    segment_lengths: Sequence[int | None]  # kept as a tuple
+    dilation_rates: Sequence[int]  # kept as a tuple
+    _: KW_ONLY
+    head_offsets: HeadOffsets = "interleaved"
+    head_branches: HeadBranches = "all"
+    zero_keys: bool = False
+    head_slice: Sequence[int] | None = None  # kept as a HeadSlice
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int | None],
-        dilation_rates: Sequence[int],
-        *,
-        head_offsets: HeadOffsets = "interleaved",
-        head_branches: HeadBranches = "all",
-        zero_keys: bool = False,
-        head_slice: Sequence[int] | None = None,
-    ) -> None:
-        given: dict[str, Any] = {
-            "segment_lengths": segment_lengths,
-            "dilation_rates": dilation_rates,
-        }
-        for name, values in given.items():
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            values = getattr(self, name)
             if not isinstance(values, Sequence) or isinstance(values, str):
                 raise TypeError(
                     f"{name} must be a list of ints, one per branch; got {in_brief(values)}"
                 )
-        if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+        count = len(self.segment_lengths)
+        if count != len(self.dilation_rates) or not 1 <= count <= MOST_BRANCHES:
             raise ValueError(
                 "segment_lengths and dilation_rates need one value each per branch, and at least "
-                f"one branch; got {len(segment_lengths)} and {len(dilation_rates)} of them"
+                f"one branch and at most {MOST_BRANCHES}; got {count} and "
+                f"{len(self.dilation_rates)} of them"
             )
-        if len(segment_lengths) > MOST_BRANCHES:
-            raise ValueError(
-                f"a pattern has at most {MOST_BRANCHES} branches; got {len(segment_lengths)}"
-            )
-        check_choice("head_offsets", head_offsets, HEAD_OFFSETS)
-        check_choice("head_branches", head_branches, HEAD_BRANCHES)
-        if head_branches == "split" and head_offsets != "interleaved":
+        check_choice("head_offsets", self.head_offsets, HEAD_OFFSETS)
+        check_choice("head_branches", self.head_branches, HEAD_BRANCHES)
+        if self.head_branches == "split" and self.head_offsets != "interleaved":
             raise ValueError(
                 "head_branches='split' takes each head's offset from its group, so head_offsets "
-                f"must keep its default 'interleaved'; got {head_offsets!r}"
+                f"must keep its default 'interleaved'; got {self.head_offsets!r}"
             )
-        check_bool("zero_keys", zero_keys)
-        lengths = tuple(None if w is None else _check_segment_length(w) for w in segment_lengths)
-        rates = tuple(check_positive_int("a dilation rate", r) for r in dilation_rates)
-        for field, value in (
-            ("segment_lengths", lengths),
-            ("dilation_rates", rates),
-            ("head_offsets", head_offsets),
-            ("head_branches", head_branches),
-            ("zero_keys", zero_keys),
-            ("head_slice", None if head_slice is None else check_head_slice(head_slice)),
-        ):
+        check_bool("zero_keys", self.zero_keys)
+        kept = {
+            "segment_lengths": tuple(
+                None if w is None else check_positive_int("a segment length", w)
+                for w in self.segment_lengths
+            ),
+            "dilation_rates": tuple(
+                check_positive_int("a dilation rate", r) for r in self.dilation_rates
+            ),
+            "head_slice": None if self.head_slice is None else check_head_slice(self.head_slice),
+        }
+        for field, value in kept.items():
             object.__setattr__(self, field, value)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,6 @@ from ring_dilated_attention.nn import (
 )
 from ring_dilated_attention.plan import TileGroup, check_plan
 from ring_dilated_attention.torch_op import padding
-from ring_dilated_attention.torch_op.agreed import KnownLengths
 
 PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -211,30 +211,36 @@ def test_multihead_attention_takes_torch_padding_masks():
 # --- Masks that are read once
 
 
-def test_what_a_mask_stands_for_is_asked_once_a_pass():
-    known, layout = KnownLengths(), SequenceLayout.zigzag(9, 1)
+def test_what_a_mask_stands_for_is_asked_once_a_pass(monkeypatch):
+    agreed = import_module("ring_dilated_attention.torch_op.agreed")
+    asked, read = [], agreed.lengths_of_mask
+    monkeypatch.setattr(agreed, "lengths_of_mask", lambda *x: asked.append(1) or read(*x))
+    query: Any = SimpleNamespace(is_cuda=True, shape=(2, 9, 4, 8), device=torch.device("cpu"))
     first, second, third = object(), object(), object()
     mask = torch.arange(9) >= torch.tensor([[4], [9]])
-    assert known.get(first, mask, None) is None
-    known.keep(first, mask, None, [4, 9])
-    assert known.get(second, mask, None) == [4, 9]
-    assert known.get(second, mask.clone(), None) is known.get(third, mask, layout) is None
+
+    def check(layer, length, asks, mask=mask, layout=None):
+        asked.clear()
+        assert padding(layer, mask, query, layout, None) == {"lengths": [length, 9]}
+        assert len(asked) == asks
+
+    check(first, 4, 1)
+    check(second, 4, 0)
+    check(third, 4, 1, mask.clone())
     mask.data[0, 3:] = True  # is not counted: the next pass sees it
-    assert known.get(first, mask, None) is known.get(second, mask, None) is None
-    known.keep(first, mask, layout, [3, 9])
-    assert known.get(second, mask, SequenceLayout.zigzag(9, 1)) == [3, 9]
+    check(third, 4, 0)
+    check(first, 3, 1)
+    check(second, 3, 0, layout=None)
+    check(second, 3, 1, layout=SequenceLayout.zigzag(9, 1))
+    check(third, 3, 0, layout=SequenceLayout.zigzag(9, 1))
     mask[0, 2:] = True  # by a view: its version is that of the mask
-    assert known.get(third, mask, layout) is None
-    known.keep(first, mask, None, [2, 9])
-    known.forget()
-    assert known.get(second, mask, None) is None
-    known.keep(first, mask, None, [2, 9])
-    del mask
-    assert len(known) == 0
+    check(object(), 2, 1, layout=SequenceLayout.zigzag(9, 1))
+    agreed.KNOWN_LENGTHS.clear()  # as backward does
+    check(object(), 2, 1)
     with torch.inference_mode():  # where no write is counted
-        mask = torch.arange(9)[None] >= 4
-        known.keep(first, mask, None, [4])
-        assert known.get(second, mask, None) is None
+        mask = torch.arange(9) >= torch.tensor([[4], [9]])
+        for layer in (first, second):
+            check(layer, 4, 1, mask)
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def as_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def said_by(probe: Callable[..., str], *arguments: Any) -> str:
+def said_by(probe: Callable[..., Any], *arguments: Any) -> Any:
     """What a probe says, or its error in a line.
 
     Everything is caught: in the broken installation that is to be described, an import, a driver or
@@ -100,25 +100,23 @@ def said_by(probe: Callable[..., str], *arguments: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
+    probes: dict[str, Callable[[], object]] = {
+        "cuDNN of torch": torch.backends.cudnn.version,
+        "NCCL of torch": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+        "triton": lambda: version("triton"),
+        "flash-attn-4": _flash_attn_4,
+        "transformers": lambda: version("transformers"),
+        "system": platform.platform,
+        "CPUs": lambda: f"{os.cpu_count()}, {torch.backends.cpu.get_cpu_capability()}",
+        "driver": lambda: _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader"),
+    }
     return {
         "ring-dilated-attention": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "CUDA of torch": str(torch.version.cuda),
-        "cuDNN of torch": said_by(_version_in, torch.backends.cudnn),
-        "NCCL of torch": said_by(_version_in, torch.cuda.nccl),
-        "triton": said_by(version, "triton"),
-        "flash-attn-4": said_by(_flash_attn_4),
-        "transformers": said_by(version, "transformers"),
-        "system": said_by(platform.platform),
-        "CPUs": f"{os.cpu_count()}, {said_by(torch.backends.cpu.get_cpu_capability)}",
-        "driver": said_by(_nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"),
+        **{name: str(said_by(probe)) for name, probe in probes.items()},
     }
-
-
-def _version_in(module: Any) -> str:
-    found = module.version()
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
 def _flash_attn_4() -> str:

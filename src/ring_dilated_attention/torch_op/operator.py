@@ -251,15 +251,9 @@ _ONE_MORE = 8
 """Columns that make room for one: kernels take multiples of 8."""
 
 
-def _with_dlse(
-    dout: torch.Tensor,
-    dlse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-) -> list[torch.Tensor]:
+def _with_dlse(dlse: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """dout, query, key, value and out whose backward is that of dout and dlse: see above."""
+    dout, query, key, value, out = tensors
     room = 0, _ONE_MORE - 1
     column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
     pad = torch.nn.functional.pad
@@ -272,18 +266,11 @@ def _with_dlse(
 
 
 def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    identity: torch.Tensor,
-    *options: Any,
+    dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query, key, value, out, lse, identity, *options = inputs
     named = _options(*options)
-    KNOWN_LENGTHS.forget()
+    KNOWN_LENGTHS.clear()
     ends = exchange_named(named.group)
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
@@ -293,7 +280,7 @@ def _backward(
         tensors, head_dim = [dout, query, key, value, out, lse], query.shape[3]
         if dlse is not None:
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
-            tensors[:5] = _with_dlse(dout, dlse, query, key, value, out)
+            tensors[:5] = _with_dlse(dlse, tensors[:5])
         resolved = resolve(named, tensors[1], tensors[2], ends)
         found = _by_rows(ring_backward, tensors, named, ends, resolved)
         if dlse is not None:
@@ -327,14 +314,10 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *rest: Any,
+    dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    query, key, value = (x.new_empty(x.shape) for x in inputs[:3])
+    return query, key, value
 
 
 implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
@@ -346,20 +329,12 @@ implement(_library, BACKWARD, _backward, _fake_backward)
 # 10 * head_dim in backward. What a kernel throws away (masked scores of a causal tile) is no work.
 
 
-def _forward_flops(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    measured: Sequence[int] | None,
-    borders: Sequence[int] | None,
-    *options: Any,
-    **_: Any,
-) -> int:
+def _forward_flops(query: Sequence[int], key: Sequence[int], *rest: Any, **_: Any) -> int:
     """Operations of `FORWARD`, whose arguments these are; shapes stand for the tensors.
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in options)
+    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in rest[3:])
     shape = tuple(map(int, query))
     ends = exchange_named(flat.group)
     flops = 0
@@ -370,58 +345,43 @@ def _forward_flops(
     return flops
 
 
-def _backward_flops(
-    dout: Sequence[int],
-    dlse: Sequence[int] | None,
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    out: Sequence[int],
-    lse: Sequence[int],
-    identity: Sequence[int],
-    *options: Any,
-    **_: Any,
-) -> int:
+def _backward_flops(dout: Sequence[int], dlse: Any, *inputs: Any, **_: Any) -> int:
     """Operations of `BACKWARD`: scores again, and a product each for dq, dk, dv and d scores."""
-    return _forward_flops(query, key, value, *options) // 2 * 5
+    return _forward_flops(*inputs[:3], *inputs[6:]) // 2 * 5
 
 
-def _register_flops(counter: ModuleType) -> None:
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register_flops(counter: Any) -> None:
     operators = torch.ops.ring_dilated_attention
     counter.register_flop_formula(operators.forward)(_forward_flops)
     counter.register_flop_formula(operators.backward)(_backward_flops)
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds a module as the other finders do, once, and runs a function on it when it is loaded."""
+    """Finds the counter as the other finders do, once, and registers formulas when it is loaded."""
 
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self._name, self._function = name, function
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """See `MetaPathFinder`."""
-        if fullname != self._name or self not in sys.meta_path:
+        if name != _COUNTER or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        load, function = spec.loader.exec_module, self._function
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            function(module)
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _register_flops(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 # Importing the counter imports Triton, which reads TRITON_INTERPRET then, or warns that there is
 # none. So the formulas are registered when somebody else has imported it: now, or later.
-_COUNTER = "torch.utils.flop_counter"
 if _COUNTER in sys.modules:
     _register_flops(sys.modules[_COUNTER])
 else:
-    sys.meta_path.insert(0, _AfterImport(_COUNTER, _register_flops))
+    sys.meta_path.insert(0, _AfterImport())

@@ -26,13 +26,8 @@ def ints_or_tensor(
 ) -> tuple[list[int] | None, torch.Tensor | None]:
     """Ints as an operator takes them: a list where they are known, else a tensor on the CPU.
 
-    Args:
-        name: of the argument, for messages.
-        values: see `as_ints`; None: nothing is given.
-
-    Returns:
-        The list, and the tensor. While torch.compile traces, the numbers in a tensor are not known,
-        and it is this tensor, int64; else the tensor is None.
+    While torch.compile traces, the numbers in a tensor are not known: it is passed on, as int64.
+    Else the tensor is None; both are None where nothing is given.
 
     Raises:
         TypeError, ValueError: see `as_ints`.
@@ -45,15 +40,6 @@ def ints_or_tensor(
     if values.shape[0] == 0:
         raise ValueError(f"{name} must not be empty")
     return None, values.detach().to("cpu", torch.int64)
-
-
-def refuse_in_traces(name: str) -> None:
-    """Raise a `TypeError` while torch.jit.trace runs, which would keep the numbers of a tensor."""
-    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
-        raise TypeError(
-            f"torch.jit.trace would keep the numbers of {name} for all later calls: use "
-            "torch.export or torch.compile"
-        )
 
 
 def as_ints(name: str, values: Any) -> list[int]:
@@ -74,7 +60,6 @@ def as_ints(name: str, values: Any) -> list[int]:
                 f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
                 "known when it traces"
             )
-        refuse_in_traces(name)
         _check_tensor(name, values)
         numbers: list[int] = values.tolist()
     elif isinstance(values, (list, tuple, range)):
@@ -95,10 +80,7 @@ def as_ints(name: str, values: Any) -> list[int]:
 
 def _check_tensor(name: str, values: torch.Tensor) -> None:
     if hasattr(values, "device_mesh"):
-        raise TypeError(
-            f"{name} must be a list of ints or a local tensor; got a DTensor: pass "
-            f"{name}.full_tensor()"
-        )
+        raise TypeError(f"{name} must be a local tensor, not a DTensor: pass {name}.full_tensor()")
     if values.is_nested or values.layout != torch.strided or values.is_meta:
         raise TypeError(f"{name} must be a dense tensor that holds numbers")
     if values.dtype not in (torch.int32, torch.int64):
@@ -110,7 +92,7 @@ def _check_tensor(name: str, values: torch.Tensor) -> None:
 def packed_rows(
     documents: Sequence[int], lengths: Sequence[int], batch: int, total: int
 ) -> tuple[tuple[slice, tuple[int, ...]], ...]:
-    """Sort the rows of a batch by what they hold.
+    """Sort the rows of a batch by the documents that they have.
 
     Args:
         documents: cumulative lengths; empty: one document.
@@ -119,9 +101,9 @@ def packed_rows(
         total: number of positions of the whole sequence.
 
     Returns:
-        Rows that hold the same documents, evenly spaced: indexing with the slice gives a view; and
-        the borders of these documents, behind the last of which positions are padding. All rows,
-        each once.
+        Rows with the same documents, evenly spaced, so that indexing with the slice gives a view;
+        and the borders of these documents, behind the last of which positions are padding. All
+        rows, each once.
 
     Raises:
         ValueError: there is not one length for each row, or see `document_borders`.
@@ -133,10 +115,8 @@ def packed_rows(
             f"lengths must hold one number for each of {batch} rows; got {in_words(lengths)}"
         )
     borders = {m: document_borders(documents or None, m, total) for m in dict.fromkeys(lengths)}
-    if len(borders) == 1:
-        return ((slice(None), borders[lengths[0]]),)
     return tuple(
-        (rows, borders[length])
+        (rows if len(borders) > 1 else slice(None), borders[length])
         for length in borders
         for rows in even_slices([row for row, m in enumerate(lengths) if m == length])
     )

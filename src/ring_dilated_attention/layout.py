@@ -11,17 +11,23 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .pattern import INT_LIMIT, check_choice, check_positive_int, in_brief, shape_in_brief
+from .pattern import (
+    INT_LIMIT,
+    check_choice,
+    check_int,
+    check_positive_int,
+    in_brief,
+    shape_in_brief,
+)
 
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("auto", "contiguous", "zigzag")
-"""Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
+LAYOUTS = ("auto", "contiguous", "zigzag")  # for commands and configs
 
 
 def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
-    """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
+    """Choose for ``"auto"``: zigzag for causal work on several ranks, otherwise contiguous."""
     check_choice("layout", name, LAYOUTS)
     if name != "auto":
         return name
@@ -69,7 +75,11 @@ class SequenceLayout:
         self.flat = tuple(
             number for own in self.ranges for number in (len(own), *itertools.chain(*own))
         )
-        self.pieces = _pieces(self.ranges)
+        pieces = []
+        for rank, own in enumerate(self.ranges):
+            local = itertools.accumulate((stop - start for start, stop in own), initial=0)
+            pieces += [Piece(*bounds, rank, row) for bounds, row in zip(own, local, strict=False)]
+        self.pieces = tuple(sorted(pieces))
         expected = 0
         for piece in self.pieces:
             if piece.start != expected:
@@ -97,8 +107,7 @@ class SequenceLayout:
                 Default 1.
 
         Raises:
-            TypeError: a number is not an int.
-            ValueError: a number is below 1.
+            TypeError, ValueError: a number is not an int, or below 1.
         """
         chunks = _chunks(length, check_positive_int("world_size", world_size), multiple)
         return cls([chunk] for chunk in chunks)
@@ -113,8 +122,7 @@ class SequenceLayout:
             multiple: every chunk begins at a multiple of this number. Default 1.
 
         Raises:
-            TypeError: a number is not an int.
-            ValueError: a number is below 1.
+            TypeError, ValueError: a number is not an int, or below 1.
         """
         world_size = check_positive_int("world_size", world_size)
         chunks = _chunks(length, 2 * world_size, multiple)
@@ -122,14 +130,7 @@ class SequenceLayout:
 
     @classmethod
     def named(cls, name: str, length: int, world_size: int, *, is_causal: bool) -> SequenceLayout:
-        """The layout that a command or a config calls by its name.
-
-        Args:
-            name: ``"contiguous"``, ``"zigzag"``, or ``"auto"``: zigzag for causal work on several
-                ranks, otherwise contiguous.
-            length: positions of the sequence.
-            world_size: number of ranks.
-            is_causal: whether the mask is causal, for ``"auto"``.
+        """A layout by name: ``"contiguous"``, ``"zigzag"``, or ``"auto"``: see `resolve_layout`.
 
         Raises:
             TypeError, ValueError: a value is not allowed.
@@ -212,9 +213,7 @@ class SequenceLayout:
         return sum(stop - start for start, stop in self.ranges[self._check_rank(rank)])
 
     def _check_rank(self, rank: int) -> int:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise TypeError(f"rank must be an int, got {in_brief(rank)}")
-        if not 0 <= rank < len(self.ranges):
+        if not 0 <= check_int("rank", rank) < len(self.ranges):
             raise ValueError(
                 f"rank must lie in [0, {len(self.ranges)}), the layout's; got {in_brief(rank)}"
             )
@@ -223,11 +222,7 @@ class SequenceLayout:
     def check_shard(self, rank: int, world_size: int, length: int, held: str) -> None:
         """Raise a `ValueError` unless `rank` of `world_size` ranks is to hold `length` positions.
 
-        Args:
-            rank: the rank.
-            world_size: number of ranks.
-            length: positions that it holds.
-            held: that, in words for the message.
+        `held` says what the rank holds, for the message.
         """
         self.check_ranks(world_size)
         own = self.local_length(rank)
@@ -308,16 +303,6 @@ class SequenceLayout:
         if self.world_size > 8:
             return f"<SequenceLayout of {self.length} positions on {self.world_size} ranks>"
         return f"SequenceLayout({[list(ranges) for ranges in self.ranges]})"
-
-
-def _pieces(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Piece, ...]:
-    pieces = []
-    for rank, own in enumerate(ranges):
-        local = 0
-        for start, stop in own:
-            pieces.append(Piece(start, stop, rank, local))
-            local += stop - start
-    return tuple(sorted(pieces))
 
 
 def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:

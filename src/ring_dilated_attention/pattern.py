@@ -254,9 +254,7 @@ class DilatedPattern:
             zero_keys: see `DilatedPattern`.
 
         Raises:
-            TypeError: an argument is not an int, or `zero_keys` not a bool.
-            ValueError: `length` is below 1, `factor` below 2, `first` no multiple of `factor`, or
-                a segment not below 2**63.
+            TypeError, ValueError: an argument is not as described above.
 
         Examples:
             >>> print(DilatedPattern.geometric(100_000, first=16_384))
@@ -264,11 +262,10 @@ class DilatedPattern:
         """
         length, width = check_positive_int("length", length), check_positive_int("first", first)
         factor = check_positive_int("factor", factor)
-        if factor == 1:
-            raise ValueError("factor must be >= 2, or no segment would span the sequence; got 1")
-        if width % factor:
+        if factor == 1 or width % factor:
             raise ValueError(
-                f"first must be a multiple of factor; got {in_brief(width)} and {in_brief(factor)}"
+                "factor must be >= 2, or no segment would span the sequence, and first a multiple "
+                f"of factor; got first {in_brief(width)} and factor {in_brief(factor)}"
             )
         rates = [1]
         while width * rates[-1] < length:
@@ -296,16 +293,18 @@ class DilatedPattern:
         for segment_length, rate in self.branches:
             yield replace(self, segment_lengths=(segment_length,), dilation_rates=(rate,))
 
-    def slice_for(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> HeadSlice | None:
-        """What `head_slice` must be in the pattern of a call; None where all heads are alike.
+    def slice_for(
+        self, head_slice: Sequence[int] | None, num_kv_heads: int
+    ) -> Sequence[int] | None:
+        """The `head_slice` of the pattern of a call; None where all heads are alike.
 
         Args:
             head_slice: as given to the call: (start, stop, total); None: that of the pattern.
             num_kv_heads: KV heads of the call.
 
         Raises:
-            TypeError: it is not made of three ints.
-            ValueError: it names other heads than the call has, or than the pattern is for.
+            TypeError, ValueError: it is not three ints, or names other heads than the call or the
+                pattern has.
         """
         if head_slice is None:
             return self.head_slice
@@ -323,15 +322,7 @@ class DilatedPattern:
         return None if self.heads_are_alike or num_kv_heads == given.total else given
 
     def of_heads(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> DilatedPattern:
-        """The pattern of some of a layer's KV heads, which are counted from 0 in it.
-
-        Args:
-            head_slice: (start, stop, total): KV heads start to stop (excluded) of total; None: all.
-            num_kv_heads: how many they are, ``stop - start``.
-
-        Raises:
-            TypeError, ValueError: see `slice_for`.
-        """
+        """The pattern of some of a layer's KV heads, counted from 0 in it; see `slice_for`."""
         found = self.slice_for(head_slice, num_kv_heads)
         return self if found == self.head_slice else replace(self, head_slice=found)
 
@@ -340,35 +331,26 @@ class DilatedPattern:
 
         An offset lies in [0, dilation rate); one at or past a segment's end sees nothing in it.
 
-        Args:
-            branch: number of the branch.
-            num_kv_heads: KV heads of the call.
-
         Raises:
-            ValueError: the pattern is for another number of heads.
+            ValueError: the pattern is for another number of heads than `num_kv_heads`.
         """
-        if self.head_slice is None:
-            return self._all_heads(branch, num_kv_heads)
-        start, stop, total = self.head_slice
+        start, stop, total = self.head_slice or (0, num_kv_heads, num_kv_heads)
         if num_kv_heads != stop - start:
             raise ValueError(
                 f"the pattern is for {stop - start} KV heads (head_slice {start, stop, total}); "
                 f"the call has {num_kv_heads}"
             )
-        heads = self._all_heads(branch, total)
-        return tuple(HeadOffset(h - start, o) for h, o in heads if start <= h < stop)
-
-    def _all_heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         rate = self.dilation_rates[branch]
         if self.head_branches == "split":
-            small, larger = divmod(num_kv_heads, len(self.dilation_rates))
+            small, larger = divmod(total, len(self.dilation_rates))
             first = branch * small + min(branch, larger)
             count = small + (branch < larger)
-            return tuple(HeadOffset(first + h, branch % rate) for h in range(count))
-        if self.head_offsets == "blocked":
-            per_offset = -(-num_kv_heads // rate)
-            return tuple(HeadOffset(h, h // per_offset) for h in range(num_kv_heads))
-        return tuple(HeadOffset(h, h % rate) for h in range(num_kv_heads))
+            every = [(head, branch % rate) for head in range(first, first + count)]
+        elif self.head_offsets == "blocked":
+            every = [(head, head // -(-total // rate)) for head in range(total)]
+        else:
+            every = [(head, head % rate) for head in range(total)]
+        return tuple(HeadOffset(h - start, o) for h, o in every if start <= h < stop)
 
     def __str__(self) -> str:
         options = "".join(

@@ -17,49 +17,51 @@ from .documents import SHOWN, in_words, packed_rows
 from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
-from .pattern import DilatedPattern, HeadBranches, HeadOffsets
+from .pattern import DilatedPattern
 from .plan import AttentionPlan, RankPlan, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
+
+# The same objects for calls of one kind: what is kept by them is found again. Plans of many
+# documents take some MB each.
+_pattern = lru_cache(maxsize=64)(DilatedPattern)
+_layout_of = lru_cache(maxsize=64)(SequenceLayout.from_flat)
+_plan = lru_cache(maxsize=64)(plan_attention)
 
 
 class FlatOptions(NamedTuple):
     """A call of `dilated_attention` without its tensors, in types that an operator takes.
 
-    Fields are those of `DilatedPattern` and `AttentionOptions`, but for these:
-
-    Attributes:
-        segment_lengths: 0 is the whole document.
-        layout: `SequenceLayout.flat`; empty is contiguous equal shards.
-        group: the name by which `exchange_named` finds it.
-        needs_gradients: whether autograd records this call.
-        documents: cumulative lengths; empty: one document.
-        lengths: valid positions of each batch row; empty: all positions of all rows.
-        detached: whether backward takes the weights of branches for constants.
-        head_slice: empty: the call has all heads.
+    Fields are those of `DilatedPattern` and `AttentionOptions`, but for those with a comment.
     """
 
-    segment_lengths: Sequence[int]
+    segment_lengths: Sequence[int]  # 0 is the whole document
     dilation_rates: Sequence[int]
     head_offsets: str
     head_branches: str
     zero_keys: bool
     is_causal: bool
     scale: float | None
-    layout: Sequence[int]
-    group: str
+    layout: Sequence[int]  # `SequenceLayout.flat`; empty is contiguous equal shards
+    group: str  # the name by which `exchange_named` finds it
     exchange: str
     backend: str
     workspace: float | None
-    needs_gradients: bool
-    documents: Sequence[int] = ()
-    lengths: Sequence[int] = ()
-    detached: bool = False
-    head_slice: Sequence[int] = ()
+    needs_gradients: bool  # whether autograd records this call
+    documents: Sequence[int] = ()  # cumulative lengths; empty: one document
+    lengths: Sequence[int] = ()  # valid positions of each batch row; empty: all of all rows
+    detached: bool = False  # whether backward takes the weights of branches for constants
+    head_slice: Sequence[int] = ()  # empty: the call has all heads
 
     def pattern(self) -> DilatedPattern:
         """The pattern of the call."""
-        lengths, rates, heads = map(tuple, (self[0], self[1], self.head_slice))
-        return _pattern_of(lengths, rates, *self[2:5], heads)
+        return _pattern(
+            tuple(length or None for length in self.segment_lengths),
+            tuple(self.dilation_rates),
+            head_offsets=self.head_offsets,
+            head_branches=self.head_branches,
+            zero_keys=self.zero_keys,
+            head_slice=tuple(self.head_slice) or None,
+        )
 
     def layout_of(self, local_length: int, world_size: int) -> SequenceLayout:
         """The layout of a call: contiguous equal shards of `local_length` if none was given."""
@@ -77,15 +79,7 @@ def flat_options(
     lengths: Sequence[int] | None,
     needs_gradients: bool,
 ) -> FlatOptions:
-    """Write down a call.
-
-    Args:
-        pattern: which keys each head sees.
-        options: of the call.
-        num_kv_heads: heads of its key.
-        documents: cumulative lengths; None: one document, or they are in a tensor.
-        lengths: valid positions of each batch row; None: all, or they are in a tensor.
-        needs_gradients: whether autograd records the call.
+    """Write down a call; `documents` and `lengths` are None where they are in a tensor.
 
     Raises:
         TypeError, ValueError: the group or the head slice is not allowed.
@@ -141,13 +135,7 @@ class _Kind(NamedTuple):
 def resolve(
     options: FlatOptions, query: torch.Tensor, key: torch.Tensor, ends: Exchange
 ) -> Resolved:
-    """Look up what the options stand for.
-
-    Args:
-        options: of a call.
-        query: (batch, local_sequence, heads, head_dim).
-        key: (batch, local_sequence, kv_heads, head_dim).
-        ends: this rank's end of the group.
+    """Look up what the options of a call stand for on this rank, whose end of the group is `ends`.
 
     Raises:
         ValueError: the layout, the documents, the lengths or the back end do not fit the call.
@@ -161,7 +149,7 @@ def resolve(
     )
 
 
-@lru_cache(maxsize=64)  # an entry takes up to some MB where there are many documents
+@lru_cache(maxsize=64)
 def _resolve(
     rank: int,
     world_size: int,
@@ -190,11 +178,7 @@ def plan_rows(
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
-    Args:
-        options: of a call, with tuples in place of lists.
-        shape: of its query.
-        num_kv_heads: heads of its key.
-        world_size: number of ranks.
+    `shape` is that of query; `options` has tuples in place of lists.
 
     Raises:
         ValueError: the documents or the lengths do not fit the call.
@@ -202,17 +186,22 @@ def plan_rows(
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
-        yield rows, _plan(pattern, layout, options.is_causal, num_heads, num_kv_heads, borders)
+        yield (
+            rows,
+            _plan(
+                pattern,
+                layout,
+                is_causal=options.is_causal,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                documents=borders,
+                length=borders[-1],
+            ),
+        )
 
 
 def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:
-    """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed.
-
-    Args:
-        options: of a call.
-        shape: of its query.
-        ends: this rank's end of the group.
-    """
+    """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed."""
     _check_layout(options, shape[1], ends.rank, ends.world_size)
     total = options.layout_of(shape[1], ends.world_size).length
     packed_rows(options.documents, options.lengths, shape[0], total)
@@ -239,10 +228,10 @@ def shared_words(
 
     Args:
         options: of a call.
-        query: see `resolve`; of its shape only heads and head_dim count.
+        query: of its shape only heads and head_dim count.
         key: (batch, local_sequence, kv_heads, head_dim).
         ends: this rank's end of the group.
-        words: what takes the place of an option, or is added.
+        words: take the place of options, or are added.
         holder: what messages say that the ranks' shards are of.
 
     Raises:
@@ -285,51 +274,6 @@ def _digest(numbers: Sequence[int]) -> str:
         return "None"
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
     return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
-
-
-@lru_cache(maxsize=64)
-def _plan(
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    is_causal: bool,
-    num_heads: int,
-    num_kv_heads: int,
-    borders: tuple[int, ...],
-) -> AttentionPlan:
-    return plan_attention(
-        pattern,
-        layout,
-        is_causal=is_causal,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        documents=borders,
-        length=borders[-1],
-    )
-
-
-@lru_cache(maxsize=64)
-def _pattern_of(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_offsets: HeadOffsets,
-    head_branches: HeadBranches,
-    zero_keys: bool,
-    head_slice: tuple[int, ...],
-) -> DilatedPattern:
-    """The same object for calls of other lengths and documents: what is kept by it is found."""
-    return DilatedPattern(
-        [length or None for length in segment_lengths],
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
-        zero_keys=zero_keys,
-        head_slice=head_slice or None,
-    )
-
-
-@lru_cache(maxsize=64)
-def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
-    return SequenceLayout.from_flat(flat)
 
 
 def forget_plans() -> None:

@@ -12,18 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.counted_calls import count_calls
+from support.on_ranks import outcome
 from support.strategies import cases, layouts, patterns
 from support.tolerances import FLOAT64
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.checks import (
-    Case,
-    combine,
-    make_layout,
-    relative_error,
-    run_case,
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+    plan_attention,
+    reference_attention,
+    replicated_query_attention,
 )
+from ring_dilated_attention.checks import Case, make_layout, relative_error
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import build_cells
@@ -58,11 +62,6 @@ def packed_cases(draw):
         documents=draw(st.none() | borders(length)),
         lengths=draw(st.none() | st.just((length,) * case.batch) | lengths),
     )
-
-
-def outcome(case):
-    wanted, ranks = case.references(), case.layout.world_size
-    return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))[0]
 
 
 @pytest.mark.slow
@@ -118,32 +117,6 @@ def attend(tensors, **options):
     return [out.detach(), lse.transpose(1, 2), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=FLOAT64, atol=FLOAT64)
-
-
-def test_documents_of_padded_rows_are_cut_off():
-    whole = torch.randn(3, 2, 40, 4, 8, dtype=torch.float64).unbind(0)
-    got = attend(whole, documents=[0, 9, 30], lengths=[30, 12])
-    for row, documents in enumerate(([0, 9, 30], [0, 9, 12])):
-        length = documents[-1]
-        alone = attend([x[row : row + 1, :length] for x in whole], documents=documents)
-        assert_same([x[row : row + 1, :length] for x in got], alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_tensors_are_as_good_as_lists(dtype):
-    whole = torch.randn(3, 2, 20, 4, 8).unbind(0)
-    want = attend(whole, documents=[0, 4, 20], lengths=(20, 6))
-    got = attend(
-        whole,
-        documents=torch.tensor([0, 4, 20], dtype=dtype),
-        lengths=torch.tensor([20, 6], dtype=dtype),
-    )
-    assert all(map(torch.equal, got, want))
-
-
 def test_rows_of_a_batch_that_run_together():
     def rows(lengths):
         return [(some, borders[-1]) for some, borders in packed_rows((), lengths, len(lengths), 9)]
@@ -151,6 +124,38 @@ def test_rows_of_a_batch_that_run_together():
     assert rows((9, 9)) == [(slice(None), 9)]
     assert rows((4, 9, 4, 9)) == [(slice(0, 3, 2), 4), (slice(1, 4, 2), 9)]
     assert rows((4, 4, 0, 4)) == [(slice(0, 2, 1), 4), (slice(3, 4, 1), 4), (slice(2, 3, 1), 0)]
+
+
+@pytest.mark.parametrize("documents", [[0, 5, 5, 9], [0, 0, 5, 9], [0, 5, 9, 9, 9]])
+def test_documents_of_length_0_are_left_out_in_every_entry(documents):
+    """And so is what pads cu_seqlens at the end."""
+    query, key, value = torch.randn(3, 2, 9, 2, 8, dtype=torch.float64).unbind(0)
+    given, last = torch.tensor(documents, dtype=torch.int32), range(8, 9)
+
+    def attend(documents, lengths=None):
+        return dilated_attention(query, key, value, PATTERN, documents=documents, lengths=lengths)
+
+    def generate(documents):
+        cache = DilatedKVCache(PATTERN, 2, 2, 8, max_length=20, dtype=torch.float64)
+        cache.prefill(key, value, documents=documents)
+        return cached_attention(query[:, last], key[:, last], value[:, last], cache)
+
+    want = attend([0, 5, 9])
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for found in (
+        attend(documents),
+        attend(given),
+        attend(documents, lengths=[9, 9]),
+        compiled(given),
+        compiled(documents),
+        reference_attention(query, key, value, PATTERN, documents=documents)[0],
+    ):
+        torch.testing.assert_close(found, want)
+    found = replicated_query_attention(
+        query[:, last], key, value, PATTERN, last, documents=documents
+    )
+    torch.testing.assert_close(found, want[:, last])
+    assert torch.equal(generate(documents), generate([0, 5, 9]))
 
 
 # --- Padding masks
@@ -214,7 +219,12 @@ def test_multihead_attention_takes_torch_padding_masks():
 def test_what_a_mask_stands_for_is_asked_once_a_pass(monkeypatch):
     agreed = import_module("ring_dilated_attention.torch_op.agreed")
     asked, read = [], agreed.lengths_of_mask
-    monkeypatch.setattr(agreed, "lengths_of_mask", lambda *x: asked.append(1) or read(*x))
+
+    def counted(*arguments):
+        asked.append(1)
+        return read(*arguments)
+
+    monkeypatch.setattr(agreed, "lengths_of_mask", counted)
     query: Any = SimpleNamespace(is_cuda=True, shape=(2, 9, 4, 8), device=torch.device("cpu"))
     first, second, third = object(), object(), object()
     mask = torch.arange(9) >= torch.tensor([[4], [9]])
@@ -351,29 +361,3 @@ def test_splitting_packed_tiles(longest):
     assert all(tile.queries.length <= longest for tile in short.tiles())
     assert all(tile.queries.length > longest for tile in long.tiles())
     assert sorted([*short.tiles(), *long.tiles()]) == sorted(TileGroup((), (many,)).tiles)
-
-
-@pytest.mark.parametrize("name", ["documents", "lengths", "key_padding_mask"])
-@pytest.mark.parametrize("is_layer", [False, True])
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_trace_would_keep_the_numbers(name, is_layer):
-    numbers = {
-        "documents": torch.tensor([0, 5, 12]),
-        "lengths": torch.tensor([12, 7]),
-        "key_padding_mask": torch.arange(12) >= torch.tensor([[12], [7]]),
-    }[name]
-    layer = MultiheadDilatedAttention(16, 2, segment_lengths=[4], dilation_rates=[1])
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, rows, given):
-            if is_layer:
-                return self.layer(rows, rows, rows, **{name: given})[0]
-            rows = rows.unflatten(-1, (2, 8))
-            return dilated_attention(rows, rows, rows, PATTERN, **{name: given})
-
-    with pytest.raises(TypeError, match=f"torch.jit.trace would keep the numbers of {name}"):
-        torch.jit.trace(Module(), (torch.randn(2, 12, 16), numbers))

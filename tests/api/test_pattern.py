@@ -61,7 +61,7 @@ def test_all_positions_of_a_geometric_pattern_influence_each_other(length, first
     [
         ((0,), ValueError, "length must be >= 1, got 0"),
         ((8, 0), ValueError, "first must be >= 1, got 0"),
-        ((8, 3, 2), ValueError, "first must be a multiple of factor; got 3 and 2"),
+        ((8, 3, 2), ValueError, "first a multiple of factor; got first 3 and factor 2"),
         ((8, 2, 1), ValueError, "factor must be >= 2, or no segment would span"),
         ((8, 2, 1.5), TypeError, "factor must be an int, got 1.5"),
         ((2**63 - 1,), ValueError, r"a segment length must be below 2\*\*63"),

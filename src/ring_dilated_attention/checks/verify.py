@@ -85,6 +85,7 @@ _KINDS = {
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
+_OPTIONS = ("is_causal", "scale", "documents", "branch_gradients")  # those of the reference, too
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,
@@ -190,17 +191,8 @@ class Case:
         """Whole out, lse and gradients by brute force in `dtype`."""
         *leaves, dout = (x.to(dtype) for x in self.inputs())
         query, key, value = (x.requires_grad_() for x in leaves)
-        out, lse = reference_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            is_causal=self.is_causal,
-            documents=self.documents,
-            lengths=self.lengths,
-            scale=self.scale,
-            branch_gradients=self.branch_gradients,
-        )
+        options = {name: getattr(self, name) for name in ("lengths", *_OPTIONS)}
+        out, lse = reference_attention(query, key, value, self.pattern, **options)
         losses = [(out, dout), (lse, self.dlse().to(dtype))]
         outputs, grads = zip(*self.in_loss(losses), strict=True)
         gradients = torch.autograd.grad(outputs, (query, key, value), grads, materialize_grads=True)
@@ -238,16 +230,12 @@ class Outcome:
     valid: bool = True
 
     def __add__(self, other: Outcome) -> Outcome:
-        squares = {
-            name: tuple(map(sum, zip(self.squares[name], other.squares[name], strict=True)))
-            for name in self.squares
+        sums: Any = {
+            name: tuple(map(sum, zip(squares, other.squares[name], strict=True)))
+            for name, squares in self.squares.items()
         }
-        return Outcome(
-            squares,  # type: ignore[arg-type]
-            self.sent_bytes + other.sent_bytes,
-            self.planned_bytes + other.planned_bytes,
-            self.valid and other.valid,
-        )
+        sent, planned = self.sent_bytes + other.sent_bytes, self.planned_bytes + other.planned_bytes
+        return Outcome(sums, sent, planned, self.valid and other.valid)
 
     def error(self, name: str) -> float:
         """Relative error of a tensor over all ranks added up."""
@@ -290,16 +278,10 @@ def attend(
         key,
         value,
         case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
         group=ends if ends.world_size > 1 else None,
         layout=layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        workspace=case.workspace,
-        branch_gradients=case.branch_gradients,
         return_lse=True,
+        **{name: getattr(case, name) for name in (*_OPTIONS, "exchange", "backend", "workspace")},
         **options,
     )
 

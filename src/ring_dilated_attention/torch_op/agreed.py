@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..documents import refuse_in_traces
 from ..exchange import (
     Exchange,
     Group,
@@ -48,15 +47,14 @@ T = TypeVar("T")
 
 
 def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more: Any) -> T:
-    """Call a function on the way to `dilated_attention`; the ranks are told if it fails.
+    """Call a function on the way to `dilated_attention`; the ranks of `group` are told if it fails.
 
     A rank that raised alone would leave the others waiting for it, and its next call would be
-    taken for this one. Not for functions in which ranks of the group wait for each other. Where
-    torch.compile traces, the function is called as it is.
+    taken for this one. Not for functions in which ranks of the group wait for each other.
 
     Args:
         group: the ranks that share each sequence.
-        function: of this rank.
+        function: of this rank; where torch.compile traces, it is called as it is.
         rows: its first argument.
         more: the others.
     """
@@ -151,17 +149,10 @@ implement(_library, LENGTHS, _lengths, _fake_lengths)
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:
-    """Raise unless this can be the shard of a padding mask.
-
-    Raises:
-        TypeError: it is no tensor, or not boolean.
-        ValueError: it has another shape than (batch, local_length), or another device.
-    """
-    refuse_in_traces("key_padding_mask")
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {in_brief(mask)}")
-    if mask.is_nested or mask.layout != torch.strided:
-        raise TypeError("key_padding_mask must be a dense tensor, not a sparse or nested one")
+    """Raise a `TypeError` or `ValueError` unless this can be the shard of a padding mask."""
+    is_tensor = isinstance(mask, torch.Tensor)
+    if not is_tensor or mask.is_nested or mask.layout != torch.strided:
+        raise TypeError(f"key_padding_mask must be a dense tensor, got {in_brief(mask)}")
     if mask.dtype != torch.bool:
         raise TypeError(
             "key_padding_mask must be boolean, True where a position is padding; got "
@@ -199,14 +190,11 @@ def lengths_of_mask(
         ends: this rank's end of the group.
         layout: which rank holds which positions; None: contiguous equal shards.
         scope: of the call that this is part of, as `Calls.enter` returns it.
-        refusal: the message for a mask that is no right padding, with ``{}`` for where.
+        refusal: the message for a mask that is no right padding, with ``{}`` for where; a
+            `ValueError` on every rank.
 
     Returns:
         The number of valid positions of each row of the batch, the same on every rank.
-
-    Raises:
-        ValueError: on every rank, if the valid positions of a row are not the first ones of the
-            whole sequence.
     """
     batch, length = mask.shape
     if layout is None:
@@ -249,9 +237,9 @@ def padding(
     Args:
         caller: the layer.
         mask: None, or what `dilated_attention` takes as `key_padding_mask`.
-        query: of the call.
-        layout: of the call.
-        group: of the call.
+        query: of the call, as are `layout` and `group`.
+        layout: see `query`.
+        group: see `query`.
 
     Returns:
         The argument by its name.
@@ -267,7 +255,7 @@ def padding(
     check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
     refuse_in_graphs("key_padding_mask", "pass lengths")
     counted = not mask.is_inference()  # whether torch counts writes to it
-    kept = KNOWN_LENGTHS.get(mask) if counted else None
+    kept: Any = KNOWN_LENGTHS.get(mask) if counted else None
     if kept is None or kept[:2] != (mask._version, layout) or id(caller) in kept[3]:
         with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
             lengths = lengths_of_mask(mask, ends, layout, scope)

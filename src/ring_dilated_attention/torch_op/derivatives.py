@@ -31,12 +31,7 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_ope
 
 
 def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
-    """Raise a `NotImplementedError` where forward-mode autograd would lose a tensor's tangent.
-
-    Args:
-        name: of the function, for the message.
-        tensors: its inputs.
-    """
+    """Raise a `NotImplementedError` where an input of `name` has a forward-mode tangent."""
     if forward_ad._current_level < 0:  # tensors have no tangents
         return
     parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
@@ -50,11 +45,13 @@ def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
 def once_differentiable(
     name: str, gradient: Callable[..., Any], *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients that a function returns; differentiating them raises a `RuntimeError`.
+    """Return ``gradient(*tensors)``, computed with autograd off; differentiating it raises.
+
+    (torch's own `once_differentiable` returns zeros where only saved tensors require gradients.)
 
     Args:
-        name: of what they are the gradients of, for the message.
-        gradient: takes `tensors` and returns the gradients, with autograd off.
+        name: of what these are the gradients of, for the `RuntimeError`.
+        gradient: takes `tensors` and returns the gradients.
         tensors: all that the gradients depend on.
     """
     if not torch.is_grad_enabled():  # backward without create_graph
@@ -85,12 +82,7 @@ class _Once(torch.autograd.Function):
 
 
 def define(library: Any, schema: str) -> Any:
-    """Define an operator, and return its overload.
-
-    Args:
-        library: a `torch.library.Library`.
-        schema: its name, arguments and results, as torch writes them.
-    """
+    """Define an operator in a `torch.library.Library` by its schema, and return its overload."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
 
@@ -110,9 +102,9 @@ def implement(
         operator: an overload, as `define` returns it.
         run: computes it on any device, below autograd. torch.compile never traces it.
         fake: returns empty tensors like the results.
-        function: of an operator whose first three inputs alone have gradients: its derivative, with
-            a `setup_context`; its forward is `below_autograd`. None: what torch does.
-            `torch.library.register_autograd` does the same and takes 30 us longer, on every call.
+        function: the derivative, if the first three inputs have gradients; has a `setup_context`,
+            and `below_autograd` as its forward. (`torch.library.register_autograd` takes 30 us more
+            a call.)
         name: of the function in messages.
     """
     registered = operator._schema.name.partition("::")[2]

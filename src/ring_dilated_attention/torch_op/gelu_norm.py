@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -67,39 +67,30 @@ class _GeluNorm(torch.autograd.Function):
         return *found, None
 
 
-def _forward(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+_Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, weight, bias = (x.contiguous() for x in inputs[:3])
     with kernels_on(rows.device):
-        return kernels.gelu_norm.gelu_norm_forward(
-            rows.contiguous(), weight.contiguous(), bias.contiguous(), eps
-        )
+        return kernels.gelu_norm.gelu_norm_forward(rows, weight, bias, inputs[3])
 
 
 def _backward(
-    dnormed: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    statistics: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dnormed: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: Any
+) -> _Three:
+    given = (x.contiguous() for x in (dnormed, rows, weight, *rest))
     with kernels_on(rows.device):
-        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(
-            dnormed.contiguous(), rows.contiguous(), weight.contiguous(), statistics
-        )
+        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(*given)
     return drows, dweight.to(weight.dtype), dbias.to(bias.dtype)
 
 
-def _fake_forward(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(rows: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     count = rows.numel() // rows.shape[-1]
     return rows.new_empty(rows.shape), rows.new_empty((count, 2), dtype=torch.float32)
 
 
-def _fake_backward(
-    dnormed: torch.Tensor, *inputs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(dnormed: torch.Tensor, *inputs: torch.Tensor) -> _Three:
     rows, weight, bias, _ = (x.new_empty(x.shape) for x in inputs)
     return rows, weight, bias
 

@@ -36,38 +36,30 @@ def validate_tensors(
 ) -> None:
     """Raise a `TypeError` or `ValueError` unless these can be a query, key and value.
 
-    Args:
-        query: the query of a call.
-        key: the key of a call.
-        value: the value of a call.
-        same_length: whether the query must have as many rows as the keys.
+    With `same_length` the query must have as many rows as the keys.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    given = {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
         validate_tensor(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
-        got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        got = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
         raise ValueError(
             f"query, key and value must have one dtype; got {got}. Cast them, or make the call "
             "under torch.autocast"
         )
     if not query.device == key.device == value.device:
-        got = f"query {query.device}, key {key.device}, value {value.device}"
+        got = ", ".join(f"{name} {x.device}" for name, x in given.items())
         raise ValueError(f"query, key and value must have one device; got {got}")
     problem = _shape_problem(query.shape, key.shape, value.shape, same_length)
     if problem is not None:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        got = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         raise ValueError(
-            f"{problem}; got {shapes}. Shapes are (batch, local_sequence, heads, head_dim)"
+            f"{problem}; got {got}. Shapes are (batch, local_sequence, heads, head_dim)"
         )
 
 
 def validate_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise a `TypeError` or `ValueError` unless this can be a query, key or value.
-
-    Args:
-        name: of the argument, for messages.
-        tensor: what was given.
-    """
+    """Raise a `TypeError` or `ValueError` unless this can be the query, key or value `name`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
     if is_dtensor(tensor):

@@ -124,9 +124,7 @@ def dilated_attention(
             sequence; anything else is refused. It makes the call wait for the device and costs two
             small collectives, which `lengths` saves.
         return_lse: whether to return the lse too. Default False.
-        fields: fields of `AttentionOptions` by name, in place of those of `options`: `is_causal`,
-            `scale`, `group`, `mesh`, `layout`, `exchange`, `backend`, `workspace`,
-            `branch_gradients`, `head_slice`.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`.
 
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`

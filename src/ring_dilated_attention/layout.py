@@ -175,8 +175,8 @@ class SequenceLayout:
         """The layout of shards that torch's context parallelism makes with a load balancer.
 
         Args:
-            balancer: one of those of `torch.distributed.tensor.experimental`: head-tail, or one by
-                processing time (PTRR), whose many short ranges are slow here.
+            balancer: of `torch.distributed.tensor.experimental`: head-tail, or one by processing
+                time (PTRR), whose many short ranges are slow here.
             world_size: number of ranks; None: the balancer's.
 
         Raises:
@@ -220,10 +220,7 @@ class SequenceLayout:
         return rank
 
     def check_shard(self, rank: int, world_size: int, length: int, held: str) -> None:
-        """Raise a `ValueError` unless `rank` of `world_size` ranks is to hold `length` positions.
-
-        `held` says what the rank holds, for the message.
-        """
+        """Raise a `ValueError` unless a rank is to hold `length` positions: `held`, in words."""
         self.check_ranks(world_size)
         own = self.local_length(rank)
         if own != length:

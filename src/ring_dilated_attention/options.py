@@ -171,11 +171,6 @@ def _check_number(name: str, value: Any, low: float, most: float, allowed: str) 
         raise ValueError(f"{name} must be {allowed}, got {in_brief(value)}")
 
 
-def _check_heads(name: str, value: Any) -> None:
-    if value is not None:
-        check_head_slice(value)
-
-
 _Check: TypeAlias = Callable[[str, Any], object]
 _OF_OPTIONS: dict[str, _Check] = {
     "is_causal": check_bool,
@@ -191,6 +186,6 @@ _OF_OPTIONS: dict[str, _Check] = {
         allowed="> 0 and finite",
     ),
     "branch_gradients": partial(check_choice, choices=BRANCH_GRADIENTS),
-    "head_slice": _check_heads,
+    "head_slice": lambda name, value: value is None or check_head_slice(value),
 }  # fmt: skip
 _CHECKS = {"pattern": _check_pattern, "return_lse": check_bool, **_OF_OPTIONS}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 HeadOffsets: TypeAlias = Literal["interleaved", "blocked"]
@@ -353,14 +353,10 @@ class DilatedPattern:
         return tuple(HeadOffset(h - start, o) for h, o in every if start <= h < stop)
 
     def __str__(self) -> str:
+        given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.kw_only}
         options = "".join(
-            f", {name}={value!r}"
-            for name, value, default in (
-                ("head_offsets", self.head_offsets, "interleaved"),
-                ("head_branches", self.head_branches, "all"),
-                ("zero_keys", self.zero_keys, False),
-                ("head_slice", self.head_slice and tuple(self.head_slice), None),
-            )
+            f", {name}={tuple(value) if name == 'head_slice' else value!r}"
+            for name, (value, default) in given.items()
             if value != default
         )
         return " ".join(map(str, self.branches)) + options

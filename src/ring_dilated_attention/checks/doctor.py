@@ -100,9 +100,10 @@ def said_by(probe: Callable[..., Any], *arguments: Any) -> Any:
 
 def _versions() -> dict[str, str]:
     cudnn: Any = torch.backends.cudnn
+    nccl: Any = torch.cuda.nccl
     probes: dict[str, Callable[[], object]] = {
         "cuDNN of torch": cudnn.version,
-        "NCCL of torch": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+        "NCCL of torch": lambda: ".".join(map(str, nccl.version())),
         "triton": lambda: version("triton"),
         "flash-attn-4": _flash_attn_4,
         "transformers": lambda: version("transformers"),

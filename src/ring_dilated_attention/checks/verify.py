@@ -69,7 +69,6 @@ _KINDS = {
     "expanded batch": ViewKind(expanded=(BATCH,)),
     "expanded sequence": ViewKind(expanded=(SEQUENCE,)),
     "expanded heads": ViewKind(expanded=(HEADS,)),
-    "expanded head_dim": ViewKind(expanded=(HEAD_DIM,)),
     "one number": ViewKind(expanded=(BATCH, SEQUENCE, HEADS, HEAD_DIM)),
     "heads first": ViewKind(order=(BATCH, HEADS, SEQUENCE, HEAD_DIM), offset=16),
     "sequence first": ViewKind(order=(SEQUENCE, BATCH, HEADS, HEAD_DIM)),
@@ -289,10 +288,7 @@ def attend(
 def run_case(case: Case, ends: Exchange, wanted: Sequence[Any] | None = None) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference.
 
-    Args:
-        case: the case, the same on every rank.
-        ends: this rank's end of the group.
-        wanted: `Case.references`, where ranks of one process share them; None: computed here.
+    `wanted` is `Case.references`, where ranks of one process share them; None: computed here.
     """
     rank, names = ends.rank, [f"d{name}" for name in INPUTS if name in case.wanted]
     *inputs, dout, dlse = _shards(case, rank)
@@ -391,9 +387,7 @@ def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
 def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
     """The cases of `rda verify`: each option with each corner of lengths and layouts.
 
-    Args:
-        world_size: number of ranks.
-        seed: of the first case's inputs; each further one adds 1.
+    `seed` is that of the first case's inputs; each further one adds 1.
     """
     patterns = [
         DilatedPattern([4, 8, 16], [1, 2, 4]),

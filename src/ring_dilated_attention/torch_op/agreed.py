@@ -50,13 +50,8 @@ def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more:
     """Call a function on the way to `dilated_attention`; the ranks of `group` are told if it fails.
 
     A rank that raised alone would leave the others waiting for it, and its next call would be
-    taken for this one. Not for functions in which ranks of the group wait for each other.
-
-    Args:
-        group: the ranks that share each sequence.
-        function: of this rank; where torch.compile traces, it is called as it is.
-        rows: its first argument.
-        more: the others.
+    taken for this one. Not for functions in which ranks of the group wait for each other. Where
+    torch.compile traces, the function is called as it is.
     """
     if torch.compiler.is_compiling():
         return function(rows, *more)
@@ -70,12 +65,8 @@ def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more:
 def tell_ranks(failure: Exception, group: Group, rows: object) -> None:
     """Raise a failure on all ranks, whose next call is that of `dilated_attention`.
 
+    On the others it is a `ValueError` that names this rank; `rows` is an argument, a tensor or not.
     While torch.compile traces, nothing is told: what is not compiled then runs again.
-
-    Args:
-        failure: of this rank; on the others it is a `ValueError` that names this one.
-        group: the ranks that share each sequence.
-        rows: the argument of this rank, a tensor or anything else.
     """
     if not torch.compiler.is_compiling():
         device = rows.device if isinstance(rows, torch.Tensor) else torch.device("cpu")

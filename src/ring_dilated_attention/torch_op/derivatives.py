@@ -15,11 +15,8 @@ from ..exchange import untraced
 def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_operator: bool) -> Any:
     """Do what ``function.apply`` does, without inspecting its signature: that takes 0.1 ms a call.
 
-    Args:
-        function: an autograd function with a `setup_context`.
-        inputs: of its forward, without default values.
-        in_operator: whether this is the autograd of an operator, which the dispatcher calls for
-            each transform of torch.func in turn; else ``function.apply`` sees to those.
+    The function has a `setup_context`. The autograd of an operator (`in_operator`) is called by the
+    dispatcher for each transform of torch.func in turn; else ``function.apply`` sees to those.
     """
     apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     if not torch._C._are_functorch_transforms_active():

@@ -46,7 +46,7 @@ def gelu_norm(
 
 
 class _GeluNorm(torch.autograd.Function):
-    """Saved: rows, weight, and the mean and the deviation of each row's GELU."""
+    """Saved: rows, weight, bias, and the mean and the deviation of each row's GELU."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:

@@ -14,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -189,12 +189,10 @@ class RingDilatedAttention(torch.autograd.Function):
         return *gradients, *[None] * (2 + len(options))
 
 
-# In what follows, `measured` and `borders` come first of the options.
+_Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> _Three:
     named = _options(*options)
     ends = exchange_named(named.group)
     refuse_capture("dilated_attention", ends, query.device)
@@ -231,7 +229,7 @@ def _by_rows(
 
 
 def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
-    """The number of a call, where there is a group; where there is none, nothing to wait for."""
+    """The number of a call, where there is a group; else nothing to wait for."""
     if not group:
         return torch.empty(0, dtype=torch.int64, device=query.device)
     if number is None:
@@ -257,12 +255,11 @@ def _with_dlse(dlse: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torc
     ]
 
 
-def _backward(
-    dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _Three:
     query, key, value, out, lse, identity, *options = inputs
     named = _options(*options)
-    KNOWN_LENGTHS.clear()
+    if KNOWN_LENGTHS:
+        KNOWN_LENGTHS.clear()
     ends = exchange_named(named.group)
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
@@ -281,9 +278,8 @@ def _backward(
         return dquery, dkey, dvalue
 
 
-def _options(
-    measured: torch.Tensor | None, borders: torch.Tensor | None, *options: Any
-) -> FlatOptions:
+def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:
+    """The options of an operator, in which integers in tensors take their place."""
     named = FlatOptions(*options)
     if measured is not None:
         refuse_in_graphs("lengths in a tensor", "pass a list of ints")
@@ -294,20 +290,16 @@ def _options(
     return named
 
 
-def _fake_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_forward(query: torch.Tensor, *inputs: Any) -> _Three:
     batch, length, num_heads, _ = query.shape
-    named = FlatOptions(*options[2:])
+    named = FlatOptions(*inputs[4:])  # behind key, value, measured and borders
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
         check_integers(named, query.shape, exchange_named(named.group))
     lse = query.new_empty((batch, num_heads, length), dtype=accumulate_dtype(query.dtype))
     return query.new_empty(query.shape), lse, _identity(named.group, query)
 
 
-def _fake_backward(
-    dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _Three:
     query, key, value = (x.new_empty(x.shape) for x in inputs[:3])
     return query, key, value
 

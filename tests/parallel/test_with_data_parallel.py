@@ -238,13 +238,10 @@ def changed(number, dtype=torch.int64):
 
 HELD: dict[str, Callable[[int], Any]] = {
     "nested": lambda number: [{"input_ids": (changed(0), "a", changed(number))}],
-    "array that steps backwards": lambda number: changed(number).numpy()[::-1],
     "array of strings": lambda number: np.array(["a"] * 1500 + [str(number)] + ["a"] * 1500),
     "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
-    "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
     "a view": lambda number: torch.stack([changed(number)] * 2, 1)[:, ::2],
     "bool": lambda number: changed(number, dtype=torch.bool),
-    "half": lambda number: changed(number, dtype=torch.bfloat16),
     "empty": lambda number: torch.zeros(0, number),
 }
 

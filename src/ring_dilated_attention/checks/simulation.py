@@ -23,8 +23,6 @@ from ..pattern import in_brief
 from ..plan import RankPlan, costs, lower
 from .verify import TENSORS, TOLERANCE, Case, attend, compare
 
-_WARM_UP = 64  # positions
-
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
@@ -155,7 +153,7 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
 
     # First, so that whatever cannot be computed is refused before there are any threads. The short
     # run takes what the first call of a process costs out of the measured time.
-    alone(replace(case, documents=None), [x[:, :_WARM_UP] for x in whole])
+    alone(replace(case, documents=None), [x[:, :64] for x in whole])
     one = alone(case, whole)
     ran = run_loopback(layout.world_size, run)
     plan = case.plan()

@@ -35,13 +35,8 @@ def _agreed(tensor: torch.Tensor, name: str, group: str) -> torch.Tensor:
     return tensor.clone()
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return gradient, None, None
-
-
 implement(_library, AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
-torch.library.register_autograd(AGREED, _backward, lib=_library)
-
+torch.library.register_autograd(AGREED, lambda ctx, grad: (grad, None, None), lib=_library)
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ GELU_NORM = define(
     "gelu_norm(Tensor rows, Tensor weight, Tensor bias, float eps) "
     "-> (Tensor normed, Tensor statistics)",
 )
-"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`, but for any
-strides."""
+"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`; of any strides."""
 GELU_NORM_BACKWARD = define(
     _library,
     "gelu_norm_backward(Tensor dnormed, Tensor rows, Tensor weight, Tensor bias, "
@@ -63,8 +62,8 @@ class _GeluNorm(torch.autograd.Function):
         def gradient(*x: torch.Tensor) -> Any:
             return GELU_NORM_BACKWARD(*x)
 
-        found = once_differentiable("a GELU and its norm", gradient, dnormed, *ctx.saved_tensors)
-        return *found, None
+        saved = ctx.saved_tensors
+        return *once_differentiable("a GELU and its norm", gradient, dnormed, *saved), None
 
 
 _Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

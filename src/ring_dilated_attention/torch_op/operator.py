@@ -73,7 +73,7 @@ def validate_tensor(name: str, tensor: torch.Tensor) -> None:
             f"got shape {shape_in_brief(tensor)}"
         )
     if tensor.dtype not in _DTYPES:
-        allowed = ", ".join(str(d) for d in _DTYPES)
+        allowed = ", ".join(map(str, _DTYPES))
         raise TypeError(f"the dtype of {name} must be one of {allowed}; got {tensor.dtype}")
 
 
@@ -237,8 +237,7 @@ def _identity(group: str, query: torch.Tensor, number: int | None = None) -> tor
     return torch.scalar_tensor(number, dtype=torch.int64)
 
 
-_ONE_MORE = 8
-"""Columns that make room for one: kernels take multiples of 8."""
+_ONE_MORE = 8  # columns that make room for one: kernels take multiples of 8
 
 
 def _with_dlse(dlse: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

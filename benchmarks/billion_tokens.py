@@ -7,9 +7,10 @@ Times calls, and recomputes rows in float64 at positions in every branch and at 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,7 @@ from harness import join, leave, spread, write
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import take_turns
-from ring_dilated_attention.checks import Shard, spot_check
-from ring_dilated_attention.exchange import resolve_exchange
+from ring_dilated_attention.exchange import all_gather, resolve_exchange
 from ring_dilated_attention.named_patterns import named
 
 
@@ -50,6 +50,78 @@ def positions_to_check(pattern: DilatedPattern, layout: SequenceLayout, seed: in
     borders = {border for ranges in layout.ranges for each in ranges for border in each}
     near = {position for border in borders for position in (border - 1, border)}
     return sorted(positions | {p for p in near if 0 <= p < length})
+
+
+NAMES = ("query", "key", "value", "out", "lse", "dout", "dquery", "dkey", "dvalue")
+
+
+def rows_at(
+    shard: dict[str, torch.Tensor], layout: SequenceLayout, group: object, positions: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Rows of the only head at `positions`, float64: each rank's among zeros, all added up."""
+    ends: Any = resolve_exchange(group)
+    own = [piece for piece in layout.pieces if piece.rank == ends.rank]
+    held = [
+        (place, piece.local + position - piece.start)
+        for place, position in enumerate(positions)
+        for piece in own
+        if piece.start <= position < piece.stop
+    ]
+    places, local = ([pair[i] for pair in held] for i in (0, 1))
+    found = {}
+    for name, tensor in shard.items():
+        of_head = tensor[0, 0] if name == "lse" else tensor[0, :, 0]
+        rows = of_head.new_zeros(len(positions), *of_head.shape[1:], dtype=torch.float64)
+        rows[places] = of_head[local].double()
+        with ends.calls.enter("spot_check", "rows"):
+            found[name] = torch.stack(all_gather(ends, rows)).sum(0)
+    return found
+
+
+def spot_check(
+    shard: dict[str, torch.Tensor],
+    pattern: DilatedPattern,
+    layout: SequenceLayout,
+    group: object,
+    positions: Sequence[int],
+) -> dict[str, float]:
+    """Relative errors of out, lse and gradients at `positions`, over all of them together.
+
+    A row is recomputed in float64 from the keys that its branches show it, dK and dV from the
+    queries that see the position, with their lse and out as the call returned them. The mask is not
+    causal, so these are the same positions.
+    """
+    squares: dict[str, torch.Tensor] = {}
+    for position in positions:
+        seen: list[int] = []
+        for branch, (w, rate) in enumerate(pattern.branches):
+            w = layout.length if w is None else min(w, layout.length)
+            start = position - position % w
+            offset = dict(pattern.heads(branch, 1)).get(0, w)
+            rows = range(start + offset, min(start + w, layout.length), rate)
+            seen.extend(rows if position in rows else ())
+        own = {name: x[0] for name, x in rows_at(shard, layout, group, [position]).items()}
+        other = rows_at(shard, layout, group, seen)
+        scale = own["query"].shape[0] ** -0.5
+        scores = scale * other["key"] @ own["query"]
+        out = scores.softmax(0) @ other["value"]
+        want = {"out": out, "lse": scores.logsumexp(0)}
+        if "dout" in own:
+            ds = scores.softmax(0) * (other["value"] @ own["dout"] - own["dout"] @ out)
+            want["dquery"] = scale * ds @ other["key"]
+            p = torch.exp(scale * other["query"] @ own["key"] - other["lse"])
+            delta = (other["dout"] * other["out"]).sum(-1)
+            ds = p * (other["dout"] @ own["value"] - delta)
+            want["dkey"], want["dvalue"] = scale * ds @ other["query"], p @ other["dout"]
+        for name, expected in want.items():  # both lse are -inf where no key is visible
+            error = torch.where(own[name] == expected, 0.0, own[name] - expected)
+            pair = torch.stack([x.square().sum() for x in (error, expected.nan_to_num(neginf=0.0))])
+            squares[name] = squares.get(name, 0.0) + pair
+    # Where nothing is expected, what there is is the error.
+    return {
+        name: (error / (size or 1.0)) ** 0.5
+        for name, (error, size) in ((name, pair.tolist()) for name, pair in squares.items())
+    }
 
 
 def main(
@@ -90,9 +162,10 @@ def main(
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.host)
     result, lse, *gradients = call()
     detached = [x.detach() for x in (query, key, value, result)]
-    shard = Shard(*detached, lse, dout, *gradients) if backward else Shard(*detached, lse)
+    given = [*detached, lse, *([] if dout is None else [dout, *gradients])]
+    shard = dict(zip(NAMES, given, strict=False))
     positions = positions_to_check(pattern, layout, seed)
-    errors = spot_check(shard, pattern, layout, resolve_exchange(ranks.world), positions)
+    errors = spot_check(shard, pattern, layout, ranks.world, positions)
     if ranks.rank == 0:
         found = {
             "length": length,

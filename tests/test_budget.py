@@ -9,7 +9,7 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 26,000 lines in 110 files.
 BUDGET = {
     "bench": (809, 4),
-    "checks": (1_694, 6),
+    "checks": (1_404, 6),
     "cli": (1_015, 6),
     "decode": (1_539, 5),
     "draw": (644, 4),
@@ -18,13 +18,13 @@ BUDGET = {
     "integrations": (3_060, 10),
     "kernels": (3_363, 10),
     "nn": (3_396, 14),
-    "parallel": (1_052, 4),
+    "parallel": (1_029, 4),
     "plan": (2_789, 9),
-    "the root": (2_428, 10),
+    "the root": (2_130, 10),
     "tiles": (1_000, 6),
-    "torch_op": (1_114, 5),
+    "torch_op": (957, 5),
 }
-MOST_TESTS = 21_000
+MOST_TESTS = 20_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

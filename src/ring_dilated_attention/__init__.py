@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from .checks import Case, reference_attention, simulate, spot_check
+    from .checks import Case, reference_attention, simulate
     from .decode import DilatedKVCache, cached_attention, replicated_query_attention
     from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
     from .functional import detached_dilated_attention, dilated_attention
@@ -48,14 +48,13 @@ __all__ = [
     "replicated_query_attention",
     "shard",
     "simulate",
-    "spot_check",
     "unshard",
 ]
 
 _FROM = {
     name: module
     for module, names in {
-        "checks": ("Case", "reference_attention", "simulate", "spot_check"),
+        "checks": ("Case", "reference_attention", "simulate"),
         "decode": ("DilatedKVCache", "cached_attention", "replicated_query_attention"),
         "exchange": ("ExchangeError", "ProcessGroupExchange", "SoloExchange"),
         "functional": ("detached_dilated_attention", "dilated_attention"),

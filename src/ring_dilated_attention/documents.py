@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .pattern import INT_LIMIT, in_brief, shape_in_brief
+from .pattern import INT_LIMIT, check_int, in_brief, shape_in_brief
 
 Integers: TypeAlias = Sequence[int] | torch.Tensor
 """Ints as callers have them: a sequence, or a 1-D tensor of int32 or int64."""
@@ -26,13 +26,8 @@ def ints_or_tensor(
 ) -> tuple[list[int] | None, torch.Tensor | None]:
     """Ints as an operator takes them: a list where they are known, else a tensor on the CPU.
 
-    Args:
-        name: of the argument, for messages.
-        values: see `as_ints`; None: nothing is given.
-
-    Returns:
-        The list, and the tensor. While torch.compile traces, the numbers in a tensor are not known,
-        and it is this tensor, int64; else the tensor is None.
+    While torch.compile traces, the numbers in a tensor are not known: it is passed on, as int64.
+    Else the tensor is None; both are None where nothing is given.
 
     Raises:
         TypeError, ValueError: see `as_ints`.
@@ -74,17 +69,15 @@ def as_ints(name: str, values: Any) -> list[int]:
                 f"under torch.compile {name} must be a list of ints: a tensor's numbers are not "
                 "known when it traces"
             )
-        refuse_in_traces(name)
         _check_tensor(name, values)
         numbers: list[int] = values.tolist()
     elif isinstance(values, (list, tuple, range)):
         numbers = list(values)
-        if not torch.compiler.is_compiling():
-            if set(map(type, numbers)) - {int}:
-                numbers = [_as_int(name, number) for number in numbers]
-            if numbers and not -INT_LIMIT <= min(numbers) <= max(numbers) < INT_LIMIT:
-                largest = max(numbers, key=abs)
-                raise ValueError(f"{name} must hold ints below 2**63; got {in_brief(largest)}")
+        # Documents may be thousands: each by itself is looked at only where not all are plain ints.
+        if not torch.compiler.is_compiling() and (
+            {*map(type, numbers)} - {int} or (numbers and max(map(abs, numbers)) >= INT_LIMIT)
+        ):
+            numbers = [check_int(f"each of {name}", number) for number in numbers]
     else:
         raise TypeError(
             f"{name} must be a list of ints or a 1-D tensor of them; got {in_brief(values)}"
@@ -95,11 +88,9 @@ def as_ints(name: str, values: Any) -> list[int]:
 
 
 def _check_tensor(name: str, values: torch.Tensor) -> None:
+    refuse_in_traces(name)
     if hasattr(values, "device_mesh"):
-        raise TypeError(
-            f"{name} must be a list of ints or a local tensor; got a DTensor: pass "
-            f"{name}.full_tensor()"
-        )
+        raise TypeError(f"{name} must be a local tensor, not a DTensor: pass {name}.full_tensor()")
     if values.is_nested or values.layout != torch.strided or values.is_meta:
         raise TypeError(f"{name} must be a dense tensor that holds numbers")
     if values.dtype not in (torch.int32, torch.int64):
@@ -108,19 +99,10 @@ def _check_tensor(name: str, values: torch.Tensor) -> None:
         raise ValueError(f"{name} must be 1-D; got shape {shape_in_brief(values)}")
 
 
-def _as_int(name: str, number: Any) -> int:
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        return operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} must hold ints; got {in_brief(number)}") from None
-
-
 def packed_rows(
     documents: Sequence[int], lengths: Sequence[int], batch: int, total: int
 ) -> tuple[tuple[slice, tuple[int, ...]], ...]:
-    """Sort the rows of a batch by what they hold.
+    """Sort the rows of a batch by the documents that they have.
 
     Args:
         documents: cumulative lengths; empty: one document.
@@ -129,9 +111,9 @@ def packed_rows(
         total: number of positions of the whole sequence.
 
     Returns:
-        Rows that hold the same documents, evenly spaced: indexing with the slice gives a view; and
-        the borders of these documents, behind the last of which positions are padding. All rows,
-        each once.
+        Rows with the same documents, evenly spaced, so that indexing with the slice gives a view;
+        and the borders of these documents, behind the last of which positions are padding. All
+        rows, each once.
 
     Raises:
         ValueError: there is not one length for each row, or see `document_borders`.
@@ -143,10 +125,8 @@ def packed_rows(
             f"lengths must hold one number for each of {batch} rows; got {in_words(lengths)}"
         )
     borders = {m: document_borders(documents or None, m, total) for m in dict.fromkeys(lengths)}
-    if len(borders) == 1:
-        return ((slice(None), borders[lengths[0]]),)
     return tuple(
-        (rows, borders[length])
+        (rows if len(borders) > 1 else slice(None), borders[length])
         for length in borders
         for rows in even_slices([row for row, m in enumerate(lengths) if m == length])
     )

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
 
 
+class _CallFields(OptionFields, total=False):
+    documents: Integers | None
+    lengths: Integers | None
+    key_padding_mask: torch.Tensor | None
+
+
 @overload
 def dilated_attention(
     query: torch.Tensor,
@@ -45,11 +51,8 @@ def dilated_attention(
     pattern: DilatedPattern,
     options: AttentionOptions | None = None,
     *,
-    documents: Integers | None = None,
-    lengths: Integers | None = None,
-    key_padding_mask: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    **fields: Unpack[OptionFields],
+    **fields: Unpack[_CallFields],
 ) -> torch.Tensor: ...
 
 
@@ -61,11 +64,8 @@ def dilated_attention(
     pattern: DilatedPattern,
     options: AttentionOptions | None = None,
     *,
-    documents: Integers | None = None,
-    lengths: Integers | None = None,
-    key_padding_mask: torch.Tensor | None = None,
     return_lse: Literal[True],
-    **fields: Unpack[OptionFields],
+    **fields: Unpack[_CallFields],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -108,26 +108,23 @@ def dilated_attention(
             positions (not in this rank's shard): ints, or a 1-D int32 or int64 tensor, as
             ``cu_seqlens`` elsewhere; a CUDA tensor makes the call wait for the device. Each is cut
             into segments on its own, a segment length of None is the whole document, and attention
-            never crosses a border; ranks may hold any parts of any documents. A document may be
-            empty, so ``cu_seqlens`` may be padded at the end with n. All rows of the batch have the
-            same documents. Under torch.compile, another number of documents is another
-            graph where they are ints, and not where they are a tensor. None: one document.
+            never crosses a border; ranks may hold any parts of any documents. They may be empty, so
+            ``cu_seqlens`` may be padded at the end with n. All rows of the batch have the same.
+            Under torch.compile, another number of ints is another graph, of a tensor it is not.
+            None: one document.
         lengths: (batch,) ints, or a tensor as above: row b of the batch holds that many valid
-            positions of the whole sequence, 0 to n, and padding behind them. A row gives exactly
-            what a sequence of its length would give: padding is part of no segment, and nothing is
-            computed for it. It gets output 0, lse -inf and gradient 0, whatever the tensors hold
-            there. With `documents`, which may then end anywhere from the longest length on, each
-            row's are cut off at its length. Rows of one length are computed together, others one
-            after another. None: no padding.
+            positions of the whole sequence, 0 to n, and padding behind them: part of no segment,
+            not computed, output 0, lse -inf and gradient 0, whatever the tensors hold there. With
+            `documents`, which may then end anywhere from the longest length on, each row's are cut
+            off at its length. Rows of one length are computed together, others one after another.
+            None: no padding.
         key_padding_mask: in place of `lengths`, the local shard of a boolean mask, (batch,
             local_sequence): True where a position is PADDING, as in `nn.MultiheadAttention` (the
             opposite of a mask of valid positions). It must be a right padding of the whole
             sequence; anything else is refused. It makes the call wait for the device and costs two
             small collectives, which `lengths` saves.
         return_lse: whether to return the lse too. Default False.
-        fields: fields of `AttentionOptions` by name, in place of those of `options`: `is_causal`,
-            `scale`, `group`, `mesh`, `layout`, `exchange`, `backend`, `workspace`,
-            `branch_gradients`, `head_slice`.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`.
 
     Returns:
         out (batch, local_sequence, heads, head_dim) in the dtype of the inputs; with `return_lse`
@@ -140,9 +137,8 @@ def dilated_attention(
         TypeError, ValueError: an argument is not allowed, or the ranks disagree about one; raised
             on every rank of the group, naming the ranks at fault.
         ExchangeError: a rank is missing, has failed in the middle of a call, or makes another call
-            than the rest; raised on every rank, naming that rank and its call. Backward raises it
-            too. After a rank was lost the group cannot be used any more; after calls that differ it
-            can.
+            than the rest; raised on every rank, in backward too. After a rank was lost the group
+            cannot be used any more; after calls that differ it can.
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
         RuntimeError: a CUDA graph is being captured, and there are several ranks.
     """
@@ -151,8 +147,7 @@ def dilated_attention(
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
         return _of_dtensors(
             (query, key, value), pattern, group, options, fields,
-            documents=documents, lengths=lengths, key_padding_mask=key_padding_mask,
-            return_lse=return_lse,
+            documents, lengths, key_padding_mask, return_lse,
         )  # fmt: skip
     group_name(group)  # raises where there is nobody to tell
     query, key, value = autocast_inputs(query, key, value)
@@ -163,11 +158,8 @@ def dilated_attention(
         if given.layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
         # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
-        known_documents = traced_documents = known_lengths = traced_lengths = None
-        if documents is not None:
-            known_documents, traced_documents = ints_or_tensor("documents", documents)
-        if lengths is not None:
-            known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
+        known_documents, traced_documents = ints_or_tensor("documents", documents)
+        known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
         flat = flat_options(
             pattern,
             given,
@@ -198,10 +190,9 @@ def _of_dtensors(
     group: Group,
     options: AttentionOptions | None,
     fields: Mapping[str, Any],
-    *,
     documents: Integers | None,
     lengths: Integers | None,
-    key_padding_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`dilated_attention` of DTensors: that of this rank's shards."""
@@ -218,24 +209,18 @@ def _of_dtensors(
             head_slice=placed.head_slice(given.head_slice, key),
         )
         lengths = placed.rows_of("lengths", lengths)
-        key_padding_mask = placed.local_mask(key_padding_mask)
+        mask = placed.local_mask(mask)
     except Exception as failure:
         if placed is None and known is None:
             known = group_of_dtensors(query, key, value)
         if known is not None:
             tell_ranks(failure, known, query)
         raise
+    query, key, value = (x.to_local() for x in tensors)
     out, lse = dilated_attention(
-        query.to_local(),
-        key.to_local(),
-        value.to_local(),
-        pattern,
-        given,
-        documents=documents,
-        lengths=lengths,
-        key_padding_mask=key_padding_mask,
-        return_lse=True,
-    )
+        query, key, value, pattern, given, documents=documents, lengths=lengths,
+        key_padding_mask=mask, return_lse=True,
+    )  # fmt: skip
     whole = placed.out(out)
     return (whole, placed.lse(lse)) if return_lse else whole
 
@@ -248,22 +233,21 @@ def detached_dilated_attention(
     options: AttentionOptions | None = None,
     **others: Any,
 ) -> Any:
-    """`dilated_attention` with ``branch_gradients="detached"``: torchscale's gradient.
+    """`dilated_attention`, which see, with ``branch_gradients="detached"``: torchscale's gradient.
 
     Args:
         query: (batch, local_sequence, heads, head_dim).
         key: (batch, local_sequence, kv_heads, head_dim).
         value: the same shape as `key`.
         pattern: which keys each head sees.
-        options: see `dilated_attention`.
-        others: the other keyword arguments of `dilated_attention`.
+        options: of the call.
+        others: the other keyword arguments.
 
     Returns:
-        What `dilated_attention` returns.
+        As `dilated_attention`.
 
     Raises:
-        TypeError, ValueError: an argument is not supported, or the ranks disagree about one;
-            raised on every rank, naming the ranks at fault.
+        TypeError, ValueError: as `dilated_attention`.
     """
     detached: dict[str, Any] = {**others, "branch_gradients": "detached"}
     return dilated_attention(query, key, value, pattern, options, **detached)

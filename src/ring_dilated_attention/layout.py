@@ -16,6 +16,7 @@ from .pattern import (
     INT_LIMIT,
     DilatedPattern,
     check_choice,
+    check_int,
     check_positive_int,
     in_brief,
     shape_in_brief,
@@ -24,15 +25,11 @@ from .pattern import (
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("auto", "contiguous", "zigzag")
-"""Names of layouts; auto: zigzag for causal work on several ranks, otherwise contiguous."""
-
-_EXAMPLE = ", as in SequenceLayout([[(0, 500)], [(500, 1000)]])"
-"""How ranges are given, for messages: one list for each rank."""
+LAYOUTS = ("auto", "contiguous", "zigzag")  # for commands and configs
 
 
 def resolve_layout(name: str, world_size: int, *, is_causal: bool) -> str:
-    """``"contiguous"`` or ``"zigzag"`` for one of `LAYOUTS`; see `SequenceLayout.named`."""
+    """Choose for ``"auto"``: zigzag for causal work on several ranks, otherwise contiguous."""
     check_choice("layout", name, LAYOUTS)
     if name != "auto":
         return name
@@ -80,7 +77,11 @@ class SequenceLayout:
         self.flat = tuple(
             number for own in self.ranges for number in (len(own), *itertools.chain(*own))
         )
-        self.pieces = _pieces(self.ranges)
+        pieces = []
+        for rank, own in enumerate(self.ranges):
+            local = itertools.accumulate((stop - start for start, stop in own), initial=0)
+            pieces += [Piece(*bounds, rank, row) for bounds, row in zip(own, local, strict=False)]
+        self.pieces = tuple(sorted(pieces))
         expected = 0
         for piece in self.pieces:
             if piece.start != expected:
@@ -108,8 +109,7 @@ class SequenceLayout:
                 Default 1.
 
         Raises:
-            TypeError: a number is not an int.
-            ValueError: a number is below 1.
+            TypeError, ValueError: a number is not an int, or below 1.
         """
         chunks = _chunks(length, check_positive_int("world_size", world_size), multiple)
         return cls([chunk] for chunk in chunks)
@@ -124,8 +124,7 @@ class SequenceLayout:
             multiple: every chunk begins at a multiple of this number. Default 1.
 
         Raises:
-            TypeError: a number is not an int.
-            ValueError: a number is below 1.
+            TypeError, ValueError: a number is not an int, or below 1.
         """
         world_size = check_positive_int("world_size", world_size)
         chunks = _chunks(length, 2 * world_size, multiple)
@@ -133,14 +132,7 @@ class SequenceLayout:
 
     @classmethod
     def named(cls, name: str, length: int, world_size: int, *, is_causal: bool) -> SequenceLayout:
-        """The layout that a command or a config calls by its name.
-
-        Args:
-            name: ``"contiguous"``, ``"zigzag"``, or ``"auto"``: zigzag for causal work on several
-                ranks, otherwise contiguous.
-            length: positions of the sequence.
-            world_size: number of ranks.
-            is_causal: whether the mask is causal, for ``"auto"``.
+        """A layout by name: ``"contiguous"``, ``"zigzag"``, or ``"auto"``: see `resolve_layout`.
 
         Raises:
             TypeError, ValueError: a value is not allowed.
@@ -201,8 +193,7 @@ class SequenceLayout:
 
         world_size = check_positive_int("world_size", world_size)
         if not isinstance(positions, torch.Tensor) or positions.is_floating_point():
-            is_tensor = isinstance(positions, torch.Tensor)
-            got = f"one of {positions.dtype}" if is_tensor else in_brief(positions)
+            got = getattr(positions, "dtype", in_brief(positions))
             raise TypeError(f"positions must be a tensor of ints, got {got}")
         if positions.ndim != 1 or not len(positions) or len(positions) % world_size:
             raise ValueError(
@@ -222,8 +213,8 @@ class SequenceLayout:
         """The layout of shards that torch's context parallelism makes with a load balancer.
 
         Args:
-            balancer: one of those of `torch.distributed.tensor.experimental`: head-tail, or one by
-                processing time (PTRR), whose many short ranges are slow here.
+            balancer: of `torch.distributed.tensor.experimental`: head-tail, or one by processing
+                time (PTRR), whose many short ranges are slow here.
             world_size: number of ranks; None: the balancer's.
 
         Raises:
@@ -231,22 +222,18 @@ class SequenceLayout:
             ValueError: rows of a batch are balanced apart (a layout is for all of them), or see
                 `from_positions`.
         """
-        generate = getattr(balancer, "_generate_indices", None)  # all that a balancer has
-        if generate is None:
+        if not hasattr(balancer, "_generate_indices"):  # all that a balancer has
             raise TypeError(
                 "balancer must be a load balancer of torch's context parallelism, got "
                 f"{in_brief(balancer)}"
             )
-        indices = generate(restore=False)
+        indices = balancer._generate_indices(restore=False)
         if indices is None or indices.ndim != 2 or (indices != indices[:1]).any():
-            got = "none" if indices is None else f"shape {shape_in_brief(indices)}"
             raise ValueError(
                 "a layout is the same for all rows of a batch; this load balancer gives them "
-                f"different positions: {got}"
+                "different positions"
             )
-        return cls.from_positions(
-            indices[0], balancer.world_size if world_size is None else world_size
-        )
+        return cls.from_positions(indices[0], world_size or balancer.world_size)
 
     @classmethod
     def from_flat(cls, flat: Iterable[int]) -> SequenceLayout:
@@ -264,23 +251,14 @@ class SequenceLayout:
         return sum(stop - start for start, stop in self.ranges[self._check_rank(rank)])
 
     def _check_rank(self, rank: int) -> int:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise TypeError(f"rank must be an int, got {in_brief(rank)}")
-        if not 0 <= rank < len(self.ranges):
+        if not 0 <= check_int("rank", rank) < len(self.ranges):
             raise ValueError(
                 f"rank must lie in [0, {len(self.ranges)}), the layout's; got {in_brief(rank)}"
             )
         return rank
 
     def check_shard(self, rank: int, world_size: int, length: int, held: str) -> None:
-        """Raise a `ValueError` unless `rank` of `world_size` ranks is to hold `length` positions.
-
-        Args:
-            rank: the rank.
-            world_size: number of ranks.
-            length: positions that it holds.
-            held: that, in words for the message.
-        """
+        """Raise a `ValueError` unless a rank is to hold `length` positions: `held`, in words."""
         self.check_ranks(world_size)
         own = self.local_length(rank)
         if own != length:
@@ -291,19 +269,12 @@ class SequenceLayout:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise a `ValueError` unless the layout is for that many ranks.
-
-        Args:
-            world_size: number of ranks of the group that a call is given.
-        """
+        """Raise a `ValueError` unless the layout is for a group of `world_size` ranks."""
         if self.world_size != world_size:
-            way_out = (
-                "pass the group or the mesh of the ranks that share the sequence"
-                if world_size == 1
-                else "make the layout for dist.get_world_size(group) ranks"
-            )
             raise ValueError(
-                f"the layout is for {self.world_size} ranks; the group has {world_size}: {way_out}"
+                f"the layout is for {self.world_size} ranks; the group has {world_size}: make it "
+                "for dist.get_world_size(group) ranks, and pass the group of the ranks that share "
+                "the sequence"
             )
 
     @cached_property
@@ -339,11 +310,7 @@ class SequenceLayout:
         import torch
 
         ranges = self.ranges[self._check_rank(rank)]
-        if _size("the tensor", tensor, dim) != self.length:
-            raise ValueError(
-                f"dimension {dim} of the tensor must have the layout's {self.length} positions; "
-                f"got shape {shape_in_brief(tensor)}"
-            )
+        _check_size("the tensor", tensor, dim, self.length)
         parts = [tensor.narrow(dim, a, b - a) for a, b in ranges]
         if len(parts) == 1:
             return parts[0]
@@ -356,11 +323,7 @@ class SequenceLayout:
         if len(shards) != self.world_size:
             raise ValueError(f"need one shard per rank, {self.world_size}; got {len(shards)}")
         for rank, shard in enumerate(shards):
-            if _size(f"the shard of rank {rank}", shard, dim) != self.local_length(rank):
-                raise ValueError(
-                    f"the shard of rank {rank} must have {self.local_length(rank)} rows along "
-                    f"dimension {dim}; got shape {shape_in_brief(shard)}"
-                )
+            _check_size(f"the shard of rank {rank}", shard, dim, self.local_length(rank))
         return torch.cat(
             [shards[p.rank].narrow(dim, p.local, p.stop - p.start) for p in self.pieces], dim
         )
@@ -377,16 +340,6 @@ class SequenceLayout:
         return f"SequenceLayout({[list(ranges) for ranges in self.ranges]})"
 
 
-def _pieces(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Piece, ...]:
-    pieces = []
-    for rank, own in enumerate(ranges):
-        local = 0
-        for start, stop in own:
-            pieces.append(Piece(start, stop, rank, local))
-            local += stop - start
-    return tuple(sorted(pieces))
-
-
 def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
     unit = check_positive_int("multiple", unit)
     small, larger = divmod(-(-check_positive_int("length", length) // unit), count)
@@ -394,43 +347,35 @@ def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _size(name: str, tensor: torch.Tensor, dim: int) -> int:
-    """The size of a dimension that the tensor has."""
+def _check_size(name: str, tensor: torch.Tensor, dim: int, size: int) -> None:
+    """Raise a `TypeError` or `ValueError` unless a tensor has so many rows along a dimension."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
-    if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+    is_dim = isinstance(dim, int) and -tensor.ndim <= dim < tensor.ndim
+    if not is_dim or tensor.shape[dim] != size:
         raise ValueError(
-            f"dim must be a dimension of {name}, which has {tensor.ndim}; got {in_brief(dim)}"
+            f"dimension {in_brief(dim)} of {name} must have {size} positions; got shape "
+            f"{shape_in_brief(tensor)}"
         )
-    return tensor.shape[dim]
 
 
 def _joined(rank: int, ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    if not isinstance(ranges, Iterable):
-        raise TypeError(
-            f"the ranges of a rank must be a list of (start, stop) pairs{_EXAMPLE}; got "
-            f"{in_brief(ranges)} for rank {rank}"
-        )
     joined: list[tuple[int, int]] = []
-    for bounds in ranges:
-        if not isinstance(bounds, Sequence) or len(bounds) != 2:
+    for bounds in ranges if isinstance(ranges, Iterable) else [ranges]:
+        if not isinstance(bounds, Sequence) or len(bounds) != 2 or {*map(type, bounds)} != {int}:
+            is_pair = isinstance(bounds, Sequence) and len(bounds) == 2
             raise TypeError(
-                f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
-                f"{in_brief(bounds)} as a range of rank {rank}"
+                "the ranges of a rank must be (start, stop) pairs of ints, as in "
+                "SequenceLayout([[(0, 500)], [(500, 1000)]]); got "
+                f"{' and '.join(map(in_brief, bounds)) if is_pair else in_brief(bounds)} for rank "
+                f"{rank}"
             )
         start, stop = bounds
-        for bound in bounds:
-            if isinstance(bound, bool) or not isinstance(bound, int):
-                raise TypeError(
-                    f"a range must be a (start, stop) pair of ints{_EXAMPLE}; got "
-                    f"{in_brief(bound)} in a range of rank {rank}"
-                )
         if not 0 <= start <= stop < INT_LIMIT:
-            limit = " < 2**63" * (stop >= INT_LIMIT)
             raise ValueError(
-                f"a range needs 0 <= start <= stop{limit}; rank {rank}: "
+                f"a range needs 0 <= start <= stop < 2**63; rank {rank}: "
                 f"({in_brief(start)}, {in_brief(stop)})"
             )
         if start == stop:

@@ -105,12 +105,9 @@ class AttentionOptions:
 def read_options(
     caller: str, options: AttentionOptions | None, fields: Mapping[str, Any]
 ) -> AttentionOptions:
-    """The options of a call or module, which was given an object, fields, or both.
+    """The options of a call or module `caller`: those of an object, of fields, or of both.
 
-    Args:
-        caller: the function or module, for messages.
-        options: None: only fields are given.
-        fields: of `AttentionOptions`, by name; they replace those of `options`.
+    Fields are those of `AttentionOptions` by name; they replace those of `options`.
 
     Raises:
         TypeError, ValueError: see `AttentionOptions`; or a field has an unknown name.
@@ -121,7 +118,7 @@ def read_options(
             raise TypeError(f"{caller} has no option {name!r}; AttentionOptions has {known}")
     if options is None:
         return AttentionOptions(**fields)
-    _check_options(caller, options)
+    group_of_options(caller, options, fields)  # raises where there is no such object
     return replace(options, **fields) if fields else options
 
 
@@ -134,29 +131,23 @@ def group_of_options(
         TypeError: `options` is no `AttentionOptions`.
         ValueError: the ranks are given by `group` and by `mesh`.
     """
-    group = fields.get("group")
-    if options is not None:
-        _check_options(caller, options)
-        group = fields.get("group", options.group)
-    return one_group(group, fields.get("mesh"))
-
-
-def check_options(**values: Any) -> None:
-    """Raise a `TypeError` or `ValueError` unless options have allowed values.
-
-    Args:
-        values: by name: fields of `AttentionOptions`, or `pattern` or `return_lse`.
-    """
-    for name, value in values.items():
-        _CHECKS[name](name, value)
-
-
-def _check_options(caller: str, options: Any) -> None:
-    if not isinstance(options, AttentionOptions):
+    if options is not None and not isinstance(options, AttentionOptions):
         raise TypeError(
             f"the options of {caller} must be an AttentionOptions, or its fields by name; got "
             f"{in_brief(options)}"
         )
+    group = None if options is None else options.group
+    return one_group(fields.get("group", group), fields.get("mesh"))
+
+
+def check_options(**values: Any) -> None:
+    """Check values by name: fields of `AttentionOptions`, or `pattern` or `return_lse`.
+
+    Raises:
+        TypeError, ValueError: a value is not allowed.
+    """
+    for name, value in values.items():
+        _CHECKS[name](name, value)
 
 
 def _check_pattern(name: str, value: Any) -> None:
@@ -186,11 +177,6 @@ def _check_number(name: str, value: Any, low: float, most: float, allowed: str) 
         raise ValueError(f"{name} must be {allowed}, got {in_brief(value)}")
 
 
-def _check_heads(name: str, value: Any) -> None:
-    if value is not None:
-        check_head_slice(value)
-
-
 def _check_exchange(name: str, value: Any) -> None:
     ranks = value.removeprefix("heads:") if isinstance(value, str) else ""
     if ranks == value or not ranks.isdecimal():
@@ -212,6 +198,6 @@ _OF_OPTIONS: dict[str, _Check] = {
         allowed="> 0 and finite",
     ),
     "branch_gradients": partial(check_choice, choices=BRANCH_GRADIENTS),
-    "head_slice": _check_heads,
+    "head_slice": lambda name, value: value is None or check_head_slice(value),
 }  # fmt: skip
 _CHECKS = {"pattern": _check_pattern, "return_lse": check_bool, **_OF_OPTIONS}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 HeadOffsets: TypeAlias = Literal["interleaved", "blocked"]
@@ -117,13 +117,6 @@ def check_int(name: str, value: Any) -> int:
     return number
 
 
-def _check_segment_length(value: Any) -> int:
-    try:
-        return check_positive_int("a segment length", value)
-    except TypeError as error:
-        raise TypeError(f"{error}; None is the whole document") from None
-
-
 def check_head_slice(value: Any) -> HeadSlice:
     """Return `value` as a `HeadSlice`; a `TypeError` or `ValueError` says what is wrong with it."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 3:
@@ -181,59 +174,47 @@ class DilatedPattern:
         2
     """
 
-    segment_lengths: tuple[int | None, ...]
-    dilation_rates: tuple[int, ...]
-    head_offsets: HeadOffsets
-    head_branches: HeadBranches
-    zero_keys: bool
-    head_slice: HeadSlice | None = None  # also of patterns that version 0.2.0 has pickled
+    segment_lengths: Sequence[int | None]  # kept as a tuple
+    dilation_rates: Sequence[int]  # kept as a tuple
+    _: KW_ONLY
+    head_offsets: HeadOffsets = "interleaved"
+    head_branches: HeadBranches = "all"
+    zero_keys: bool = False
+    head_slice: Sequence[int] | None = None  # kept as a HeadSlice
 
-    def __init__(
-        self,
-        segment_lengths: Sequence[int | None],
-        dilation_rates: Sequence[int],
-        *,
-        head_offsets: HeadOffsets = "interleaved",
-        head_branches: HeadBranches = "all",
-        zero_keys: bool = False,
-        head_slice: Sequence[int] | None = None,
-    ) -> None:
-        given: dict[str, Any] = {
-            "segment_lengths": segment_lengths,
-            "dilation_rates": dilation_rates,
-        }
-        for name, values in given.items():
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            values = getattr(self, name)
             if not isinstance(values, Sequence) or isinstance(values, str):
                 raise TypeError(
                     f"{name} must be a list of ints, one per branch; got {in_brief(values)}"
                 )
-        if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+        count = len(self.segment_lengths)
+        if count != len(self.dilation_rates) or not 1 <= count <= MOST_BRANCHES:
             raise ValueError(
                 "segment_lengths and dilation_rates need one value each per branch, and at least "
-                f"one branch; got {len(segment_lengths)} and {len(dilation_rates)} of them"
+                f"one branch and at most {MOST_BRANCHES}; got {count} and "
+                f"{len(self.dilation_rates)} of them"
             )
-        if len(segment_lengths) > MOST_BRANCHES:
-            raise ValueError(
-                f"a pattern has at most {MOST_BRANCHES} branches; got {len(segment_lengths)}"
-            )
-        check_choice("head_offsets", head_offsets, HEAD_OFFSETS)
-        check_choice("head_branches", head_branches, HEAD_BRANCHES)
-        if head_branches == "split" and head_offsets != "interleaved":
+        check_choice("head_offsets", self.head_offsets, HEAD_OFFSETS)
+        check_choice("head_branches", self.head_branches, HEAD_BRANCHES)
+        if self.head_branches == "split" and self.head_offsets != "interleaved":
             raise ValueError(
                 "head_branches='split' takes each head's offset from its group, so head_offsets "
-                f"must keep its default 'interleaved'; got {head_offsets!r}"
+                f"must keep its default 'interleaved'; got {self.head_offsets!r}"
             )
-        check_bool("zero_keys", zero_keys)
-        lengths = tuple(None if w is None else _check_segment_length(w) for w in segment_lengths)
-        rates = tuple(check_positive_int("a dilation rate", r) for r in dilation_rates)
-        for field, value in (
-            ("segment_lengths", lengths),
-            ("dilation_rates", rates),
-            ("head_offsets", head_offsets),
-            ("head_branches", head_branches),
-            ("zero_keys", zero_keys),
-            ("head_slice", None if head_slice is None else check_head_slice(head_slice)),
-        ):
+        check_bool("zero_keys", self.zero_keys)
+        kept = {
+            "segment_lengths": tuple(
+                None if w is None else check_positive_int("a segment length", w)
+                for w in self.segment_lengths
+            ),
+            "dilation_rates": tuple(
+                check_positive_int("a dilation rate", r) for r in self.dilation_rates
+            ),
+            "head_slice": None if self.head_slice is None else check_head_slice(self.head_slice),
+        }
+        for field, value in kept.items():
             object.__setattr__(self, field, value)
 
     @classmethod
@@ -273,9 +254,7 @@ class DilatedPattern:
             zero_keys: see `DilatedPattern`.
 
         Raises:
-            TypeError: an argument is not an int, or `zero_keys` not a bool.
-            ValueError: `length` is below 1, `factor` below 2, `first` no multiple of `factor`, or
-                a segment not below 2**63.
+            TypeError, ValueError: an argument is not as described above.
 
         Examples:
             >>> print(DilatedPattern.geometric(100_000, first=16_384))
@@ -283,11 +262,10 @@ class DilatedPattern:
         """
         length, width = check_positive_int("length", length), check_positive_int("first", first)
         factor = check_positive_int("factor", factor)
-        if factor == 1:
-            raise ValueError("factor must be >= 2, or no segment would span the sequence; got 1")
-        if width % factor:
+        if factor == 1 or width % factor:
             raise ValueError(
-                f"first must be a multiple of factor; got {in_brief(width)} and {in_brief(factor)}"
+                "factor must be >= 2, or no segment would span the sequence, and first a multiple "
+                f"of factor; got first {in_brief(width)} and factor {in_brief(factor)}"
             )
         rates = [1]
         while width * rates[-1] < length:
@@ -315,16 +293,18 @@ class DilatedPattern:
         for segment_length, rate in self.branches:
             yield replace(self, segment_lengths=(segment_length,), dilation_rates=(rate,))
 
-    def slice_for(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> HeadSlice | None:
-        """What `head_slice` must be in the pattern of a call; None where all heads are alike.
+    def slice_for(
+        self, head_slice: Sequence[int] | None, num_kv_heads: int
+    ) -> Sequence[int] | None:
+        """The `head_slice` of the pattern of a call; None where all heads are alike.
 
         Args:
             head_slice: as given to the call: (start, stop, total); None: that of the pattern.
             num_kv_heads: KV heads of the call.
 
         Raises:
-            TypeError: it is not made of three ints.
-            ValueError: it names other heads than the call has, or than the pattern is for.
+            TypeError, ValueError: it is not three ints, or names other heads than the call or the
+                pattern has.
         """
         if head_slice is None:
             return self.head_slice
@@ -342,15 +322,7 @@ class DilatedPattern:
         return None if self.heads_are_alike or num_kv_heads == given.total else given
 
     def of_heads(self, head_slice: Sequence[int] | None, num_kv_heads: int) -> DilatedPattern:
-        """The pattern of some of a layer's KV heads, which are counted from 0 in it.
-
-        Args:
-            head_slice: (start, stop, total): KV heads start to stop (excluded) of total; None: all.
-            num_kv_heads: how many they are, ``stop - start``.
-
-        Raises:
-            TypeError, ValueError: see `slice_for`.
-        """
+        """The pattern of some of a layer's KV heads, counted from 0 in it; see `slice_for`."""
         found = self.slice_for(head_slice, num_kv_heads)
         return self if found == self.head_slice else replace(self, head_slice=found)
 
@@ -359,45 +331,32 @@ class DilatedPattern:
 
         An offset lies in [0, dilation rate); one at or past a segment's end sees nothing in it.
 
-        Args:
-            branch: number of the branch.
-            num_kv_heads: KV heads of the call.
-
         Raises:
-            ValueError: the pattern is for another number of heads.
+            ValueError: the pattern is for another number of heads than `num_kv_heads`.
         """
-        if self.head_slice is None:
-            return self._all_heads(branch, num_kv_heads)
-        start, stop, total = self.head_slice
+        start, stop, total = self.head_slice or (0, num_kv_heads, num_kv_heads)
         if num_kv_heads != stop - start:
             raise ValueError(
                 f"the pattern is for {stop - start} KV heads (head_slice {start, stop, total}); "
                 f"the call has {num_kv_heads}"
             )
-        heads = self._all_heads(branch, total)
-        return tuple(HeadOffset(h - start, o) for h, o in heads if start <= h < stop)
-
-    def _all_heads(self, branch: int, num_kv_heads: int) -> tuple[HeadOffset, ...]:
         rate = self.dilation_rates[branch]
         if self.head_branches == "split":
-            small, larger = divmod(num_kv_heads, len(self.dilation_rates))
+            small, larger = divmod(total, len(self.dilation_rates))
             first = branch * small + min(branch, larger)
             count = small + (branch < larger)
-            return tuple(HeadOffset(first + h, branch % rate) for h in range(count))
-        if self.head_offsets == "blocked":
-            per_offset = -(-num_kv_heads // rate)
-            return tuple(HeadOffset(h, h // per_offset) for h in range(num_kv_heads))
-        return tuple(HeadOffset(h, h % rate) for h in range(num_kv_heads))
+            every = [(head, branch % rate) for head in range(first, first + count)]
+        elif self.head_offsets == "blocked":
+            every = [(head, head // -(-total // rate)) for head in range(total)]
+        else:
+            every = [(head, head % rate) for head in range(total)]
+        return tuple(HeadOffset(h - start, o) for h, o in every if start <= h < stop)
 
     def __str__(self) -> str:
+        given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.kw_only}
         options = "".join(
-            f", {name}={value!r}"
-            for name, value, default in (
-                ("head_offsets", self.head_offsets, "interleaved"),
-                ("head_branches", self.head_branches, "all"),
-                ("zero_keys", self.zero_keys, False),
-                ("head_slice", self.head_slice and tuple(self.head_slice), None),
-            )
+            f", {name}={tuple(value) if name == 'head_slice' else value!r}"
+            for name, (value, default) in given.items()
             if value != default
         )
         return " ".join(map(str, self.branches)) + options

@@ -7,11 +7,9 @@ them into plans and back ends, and into the words in which ranks compare their c
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache, update_wrapper
-from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,111 +17,52 @@ from .documents import SHOWN, in_words, packed_rows
 from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
-from .pattern import DilatedPattern, HeadBranches, HeadOffsets
+from .pattern import DilatedPattern
 from .plan import AttentionPlan, HeadSplit, RankPlan, head_split, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
-T = TypeVar("T")
-
-INT_BYTES = 40
-"""Of an int in a tuple: the object, and the reference to it."""
-
-
-class CachedBySize(Generic[T]):
-    """A function of hashable positional arguments that keeps results: see `cache_by_size`."""
-
-    def __init__(
-        self, function: Callable[..., T], most_bytes: int, nbytes: Callable[[Any, Any], int]
-    ) -> None:
-        update_wrapper(self, function)
-        self._function, self._most_bytes, self._nbytes = function, most_bytes, nbytes
-        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._lock = Lock()
-        self.held = 0
-
-    def __call__(self, *arguments: Hashable) -> T:
-        """The result, kept or made."""
-        found = self._kept.get(arguments)
-        if found is not None:  # without the lock, which takes as long as all of this
-            try:  # noqa: SIM105 - on every call, and `suppress` takes twice as long
-                self._kept.move_to_end(arguments)
-            except KeyError:  # another thread has just dropped it
-                pass
-            return found[0]
-        result = self._function(*arguments)
-        size = self._nbytes(arguments, result)
-        with self._lock:
-            if arguments not in self._kept:
-                self._kept[arguments] = result, size
-                self.held += size
-            while self.held > self._most_bytes and len(self._kept) > 1:
-                self.held -= self._kept.popitem(last=False)[1][1]
-        return result
-
-    def forget(self) -> None:
-        """Drop everything."""
-        with self._lock:
-            self._kept.clear()
-            self.held = 0
-
-
-def cache_by_size(
-    most_bytes: int, nbytes: Callable[[Any, Any], int]
-) -> Callable[[Callable[..., T]], CachedBySize[T]]:
-    """Keep the results of a function's most recent calls, as far as they fit in `most_bytes`.
-
-    The result of the last call is kept whatever its size is: its caller holds it anyway.
-
-    Args:
-        most_bytes: of all arguments and results together.
-        nbytes: ``nbytes(arguments, result)``, roughly what the two take; `arguments` is a tuple.
-
-    Returns:
-        A decorator. Threads may share the function; `held` is the bytes that it keeps.
-    """
-    return lambda function: CachedBySize(function, most_bytes, nbytes)
+# The same objects for calls of one kind: what is kept by them is found again. Plans of many
+# documents take some MB each.
+_pattern = lru_cache(maxsize=64)(DilatedPattern)
+_layout_of = lru_cache(maxsize=64)(SequenceLayout.from_flat)
+_plan = lru_cache(maxsize=64)(plan_attention)
 
 
 class FlatOptions(NamedTuple):
     """A call of `dilated_attention` without its tensors, in types that an operator takes.
 
-    Fields are those of `DilatedPattern` and `AttentionOptions`, but for these:
-
-    Attributes:
-        segment_lengths: 0 is the whole document.
-        layout: `SequenceLayout.flat`; empty is contiguous equal shards.
-        group: the name by which `exchange_named` finds it.
-        needs_gradients: whether autograd records this call.
-        documents: cumulative lengths; empty: one document.
-        lengths: valid positions of each batch row; empty: all positions of all rows.
-        detached: whether backward takes the weights of branches for constants.
-        head_slice: empty: the call has all heads.
-        num_kv_heads: of the call.
+    Fields are those of `DilatedPattern` and `AttentionOptions`, but for those with a comment.
     """
 
-    segment_lengths: Sequence[int]
+    segment_lengths: Sequence[int]  # 0 is the whole document
     dilation_rates: Sequence[int]
     head_offsets: str
     head_branches: str
     zero_keys: bool
     is_causal: bool
     scale: float | None
-    layout: Sequence[int]
-    group: str
+    layout: Sequence[int]  # `SequenceLayout.flat`; empty is contiguous equal shards
+    group: str  # the name by which `exchange_named` finds it
     exchange: str
     backend: str
     workspace: float | None
-    needs_gradients: bool
-    documents: Sequence[int] = ()
-    lengths: Sequence[int] = ()
-    detached: bool = False
-    head_slice: Sequence[int] = ()
-    num_kv_heads: int = 0
+    needs_gradients: bool  # whether autograd records this call
+    documents: Sequence[int] = ()  # cumulative lengths; empty: one document
+    lengths: Sequence[int] = ()  # valid positions of each batch row; empty: all of all rows
+    detached: bool = False  # whether backward takes the weights of branches for constants
+    head_slice: Sequence[int] = ()  # empty: the call has all heads
+    num_kv_heads: int = 0  # of the call
 
     def pattern(self) -> DilatedPattern:
         """The pattern of the call."""
-        lengths, rates, heads = map(tuple, (self[0], self[1], self.head_slice))
-        return _pattern_of(lengths, rates, *self[2:5], heads)
+        return _pattern(
+            tuple(length or None for length in self.segment_lengths),
+            tuple(self.dilation_rates),
+            head_offsets=self.head_offsets,
+            head_branches=self.head_branches,
+            zero_keys=self.zero_keys,
+            head_slice=tuple(self.head_slice) or None,
+        )
 
     def layout_of(self, local_length: int, world_size: int) -> SequenceLayout:
         """The layout of a call: contiguous equal shards of `local_length` if none was given."""
@@ -152,15 +91,7 @@ def flat_options(
     lengths: Sequence[int] | None,
     needs_gradients: bool,
 ) -> FlatOptions:
-    """Write down a call.
-
-    Args:
-        pattern: which keys each head sees.
-        options: of the call.
-        num_kv_heads: heads of its key.
-        documents: cumulative lengths; None: one document, or they are in a tensor.
-        lengths: valid positions of each batch row; None: all, or they are in a tensor.
-        needs_gradients: whether autograd records the call.
+    """Write down a call; `documents` and `lengths` are None where they are in a tensor.
 
     Raises:
         TypeError, ValueError: the group or the head slice is not allowed.
@@ -216,12 +147,9 @@ class _Kind(NamedTuple):
 
 
 def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolved:
-    """Look up what the options stand for.
+    """Look up what the options of a call stand for on this rank, whose end of the group is `ends`.
 
-    Args:
-        options: of a call.
-        query: (batch, local_sequence, heads, head_dim), or a tensor like it.
-        ends: this rank's end of the group.
+    `query` is that of the call, or a tensor like it.
 
     Raises:
         ValueError: the layout, the documents, the lengths or the back end do not fit the call.
@@ -235,13 +163,7 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
     )
 
 
-def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = arguments[3]
-    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
-    return INT_BYTES * numbers + sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
-
-
-@cache_by_size(64 << 20, _nbytes_of_call)
+@lru_cache(maxsize=64)
 def _resolve(
     rank: int,
     world_size: int,
@@ -290,29 +212,30 @@ def plan_rows(
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
-    Args:
-        options: of a call, with tuples in place of lists.
-        shape: of its query.
-        world_size: number of ranks.
+    `shape` is that of query; `options` has tuples in place of lists.
 
     Raises:
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
-    heads = num_heads, options.num_kv_heads
     for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
-        yield rows, _plan(pattern, layout, options.is_causal, *heads, borders)
+        yield (
+            rows,
+            _plan(
+                pattern,
+                layout,
+                is_causal=options.is_causal,
+                num_heads=num_heads,
+                num_kv_heads=options.num_kv_heads,
+                documents=borders,
+                length=borders[-1],
+            ),
+        )
 
 
 def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:
-    """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed.
-
-    Args:
-        options: of a call.
-        shape: of its query.
-        ends: this rank's end of the group.
-    """
+    """Raise a `ValueError` unless layout, documents and lengths fit a call that is not computed."""
     _check_layout(options, shape[1], ends.rank, ends.world_size)
     total = options.layout_of(shape[1], ends.world_size).length
     packed_rows(options.documents, options.lengths, shape[0], total)
@@ -339,10 +262,10 @@ def shared_words(
 
     Args:
         options: of a call.
-        query: see `resolve`; of its shape only heads and head_dim count.
+        query: of its shape only heads and head_dim count.
         key: (batch, local_sequence, kv_heads, head_dim).
         ends: this rank's end of the group.
-        words: what takes the place of an option, or is added.
+        words: take the place of options, or are added.
         holder: what messages say that the ranks' shards are of.
 
     Raises:
@@ -387,59 +310,7 @@ def _digest(numbers: Sequence[int]) -> str:
     return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
 
 
-def _nbytes_of_plan(plan: AttentionPlan | RankPlan) -> int:
-    """Roughly what a plan and its schedules take when they have been used."""
-    about = plan.plan if isinstance(plan, RankPlan) else plan
-    branches = len(about.pattern.segment_lengths)
-    return 4096 * (branches * (8 + about.layout.world_size) + len(about.documents))
-
-
-@cache_by_size(64 << 20, lambda arguments, plan: _nbytes_of_plan(plan))
-def _plan(
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    is_causal: bool,
-    num_heads: int,
-    num_kv_heads: int,
-    borders: tuple[int, ...],
-) -> AttentionPlan:
-    return plan_attention(
-        pattern,
-        layout,
-        is_causal=is_causal,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        documents=borders,
-        length=borders[-1],
-    )
-
-
-@lru_cache(maxsize=64)
-def _pattern_of(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_offsets: HeadOffsets,
-    head_branches: HeadBranches,
-    zero_keys: bool,
-    head_slice: tuple[int, ...],
-) -> DilatedPattern:
-    """The same object for calls of other lengths and documents: what is kept by it is found."""
-    return DilatedPattern(
-        [length or None for length in segment_lengths],
-        dilation_rates,
-        head_offsets=head_offsets,
-        head_branches=head_branches,
-        zero_keys=zero_keys,
-        head_slice=head_slice or None,
-    )
-
-
-@cache_by_size(4 << 20, lambda arguments, layout: 4 * INT_BYTES * len(arguments[0]))
-def _layout_of(flat: tuple[int, ...]) -> SequenceLayout:
-    return SequenceLayout.from_flat(flat)
-
-
 def forget_plans() -> None:
     """Drop what is kept of the calls so far: plans, schedules."""
     for kept in (_resolve, _plan):
-        kept.forget()
+        kept.cache_clear()

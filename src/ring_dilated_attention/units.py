@@ -31,15 +31,12 @@ def _in_units(value: float, units: dict[str, float]) -> str:
     """The value with three digits, in the largest unit in which it is at least 1."""
     if not value:
         return f"0 {next(unit for unit, size in units.items() if size == 1)}"
-    name, size = next(iter(units.items()))
-    for unit, factor in units.items():
-        if abs(value) >= factor:
-            name, size = unit, factor
+    fits = [(name, size) for name, size in units.items() if abs(value) >= size]
+    name, size = fits[-1] if fits else next(iter(units.items()))
     if value == int(value) and size == 1:
         return f"{int(value):,} {name}"
     scaled = value / size
-    digits = max(0, 2 - len(str(int(abs(scaled)))) + 1)
-    return f"{scaled:,.{digits}f} {name}"
+    return f"{scaled:,.{max(0, 3 - len(str(int(abs(scaled)))))}f} {name}"
 
 
 def count_of(count: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.counted_calls import count_calls
+from support.on_ranks import outcome
 from support.strategies import cases, layouts, patterns
 from support.tolerances import FLOAT64
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
-from ring_dilated_attention.checks import (
-    Case,
-    combine,
-    make_layout,
-    relative_error,
-    run_case,
+from ring_dilated_attention import (
+    DilatedKVCache,
+    DilatedPattern,
+    SequenceLayout,
+    cached_attention,
+    dilated_attention,
+    plan_attention,
+    reference_attention,
+    replicated_query_attention,
 )
+from ring_dilated_attention.checks import Case, make_layout, relative_error
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import build_cells
@@ -32,7 +37,6 @@ from ring_dilated_attention.nn import (
 )
 from ring_dilated_attention.plan import TileGroup, check_plan
 from ring_dilated_attention.torch_op import padding
-from ring_dilated_attention.torch_op.agreed import KnownLengths
 
 PATTERN = DilatedPattern([5, 12, None], [1, 2, 3])
 LONGNET = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -58,11 +62,6 @@ def packed_cases(draw):
         documents=draw(st.none() | borders(length)),
         lengths=draw(st.none() | st.just((length,) * case.batch) | lengths),
     )
-
-
-def outcome(case):
-    wanted, ranks = case.references(), case.layout.world_size
-    return combine(run_loopback(ranks, lambda ends: [run_case(case, ends, wanted)]))[0]
 
 
 @pytest.mark.slow
@@ -118,32 +117,6 @@ def attend(tensors, **options):
     return [out.detach(), lse.transpose(1, 2), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=FLOAT64, atol=FLOAT64)
-
-
-def test_documents_of_padded_rows_are_cut_off():
-    whole = torch.randn(3, 2, 40, 4, 8, dtype=torch.float64).unbind(0)
-    got = attend(whole, documents=[0, 9, 30], lengths=[30, 12])
-    for row, documents in enumerate(([0, 9, 30], [0, 9, 12])):
-        length = documents[-1]
-        alone = attend([x[row : row + 1, :length] for x in whole], documents=documents)
-        assert_same([x[row : row + 1, :length] for x in got], alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_tensors_are_as_good_as_lists(dtype):
-    whole = torch.randn(3, 2, 20, 4, 8).unbind(0)
-    want = attend(whole, documents=[0, 4, 20], lengths=(20, 6))
-    got = attend(
-        whole,
-        documents=torch.tensor([0, 4, 20], dtype=dtype),
-        lengths=torch.tensor([20, 6], dtype=dtype),
-    )
-    assert all(map(torch.equal, got, want))
-
-
 def test_rows_of_a_batch_that_run_together():
     def rows(lengths):
         return [(some, borders[-1]) for some, borders in packed_rows((), lengths, len(lengths), 9)]
@@ -151,6 +124,38 @@ def test_rows_of_a_batch_that_run_together():
     assert rows((9, 9)) == [(slice(None), 9)]
     assert rows((4, 9, 4, 9)) == [(slice(0, 3, 2), 4), (slice(1, 4, 2), 9)]
     assert rows((4, 4, 0, 4)) == [(slice(0, 2, 1), 4), (slice(3, 4, 1), 4), (slice(2, 3, 1), 0)]
+
+
+@pytest.mark.parametrize("documents", [[0, 5, 5, 9], [0, 0, 5, 9], [0, 5, 9, 9, 9]])
+def test_documents_of_length_0_are_left_out_in_every_entry(documents):
+    """And so is what pads cu_seqlens at the end."""
+    query, key, value = torch.randn(3, 2, 9, 2, 8, dtype=torch.float64).unbind(0)
+    given, last = torch.tensor(documents, dtype=torch.int32), range(8, 9)
+
+    def attend(documents, lengths=None):
+        return dilated_attention(query, key, value, PATTERN, documents=documents, lengths=lengths)
+
+    def generate(documents):
+        cache = DilatedKVCache(PATTERN, 2, 2, 8, max_length=20, dtype=torch.float64)
+        cache.prefill(key, value, documents=documents)
+        return cached_attention(query[:, last], key[:, last], value[:, last], cache)
+
+    want = attend([0, 5, 9])
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for found in (
+        attend(documents),
+        attend(given),
+        attend(documents, lengths=[9, 9]),
+        compiled(given),
+        compiled(documents),
+        reference_attention(query, key, value, PATTERN, documents=documents)[0],
+    ):
+        torch.testing.assert_close(found, want)
+    found = replicated_query_attention(
+        query[:, last], key, value, PATTERN, last, documents=documents
+    )
+    torch.testing.assert_close(found, want[:, last])
+    assert torch.equal(generate(documents), generate([0, 5, 9]))
 
 
 # --- Padding masks
@@ -211,30 +216,41 @@ def test_multihead_attention_takes_torch_padding_masks():
 # --- Masks that are read once
 
 
-def test_what_a_mask_stands_for_is_asked_once_a_pass():
-    known, layout = KnownLengths(), SequenceLayout.zigzag(9, 1)
+def test_what_a_mask_stands_for_is_asked_once_a_pass(monkeypatch):
+    agreed = import_module("ring_dilated_attention.torch_op.agreed")
+    asked, read = [], agreed.lengths_of_mask
+
+    def counted(*arguments):
+        asked.append(1)
+        return read(*arguments)
+
+    monkeypatch.setattr(agreed, "lengths_of_mask", counted)
+    query: Any = SimpleNamespace(is_cuda=True, shape=(2, 9, 4, 8), device=torch.device("cpu"))
     first, second, third = object(), object(), object()
     mask = torch.arange(9) >= torch.tensor([[4], [9]])
-    assert known.get(first, mask, None) is None
-    known.keep(first, mask, None, [4, 9])
-    assert known.get(second, mask, None) == [4, 9]
-    assert known.get(second, mask.clone(), None) is known.get(third, mask, layout) is None
+
+    def check(layer, length, asks, mask=mask, layout=None):
+        asked.clear()
+        assert padding(layer, mask, query, layout, None) == {"lengths": [length, 9]}
+        assert len(asked) == asks
+
+    check(first, 4, 1)
+    check(second, 4, 0)
+    check(third, 4, 1, mask.clone())
     mask.data[0, 3:] = True  # is not counted: the next pass sees it
-    assert known.get(first, mask, None) is known.get(second, mask, None) is None
-    known.keep(first, mask, layout, [3, 9])
-    assert known.get(second, mask, SequenceLayout.zigzag(9, 1)) == [3, 9]
+    check(third, 4, 0)
+    check(first, 3, 1)
+    check(second, 3, 0, layout=None)
+    check(second, 3, 1, layout=SequenceLayout.zigzag(9, 1))
+    check(third, 3, 0, layout=SequenceLayout.zigzag(9, 1))
     mask[0, 2:] = True  # by a view: its version is that of the mask
-    assert known.get(third, mask, layout) is None
-    known.keep(first, mask, None, [2, 9])
-    known.forget()
-    assert known.get(second, mask, None) is None
-    known.keep(first, mask, None, [2, 9])
-    del mask
-    assert len(known) == 0
+    check(object(), 2, 1, layout=SequenceLayout.zigzag(9, 1))
+    agreed.KNOWN_LENGTHS.clear()  # as backward does
+    check(object(), 2, 1)
     with torch.inference_mode():  # where no write is counted
-        mask = torch.arange(9)[None] >= 4
-        known.keep(first, mask, None, [4])
-        assert known.get(second, mask, None) is None
+        mask = torch.arange(9) >= torch.tensor([[4], [9]])
+        for layer in (first, second):
+            check(layer, 4, 1, mask)
 
 
 @pytest.mark.gpu

@@ -4,12 +4,14 @@
 # mypy: disable-error-code="arg-type, call-arg, call-overload"
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.on_ranks import on_ranks, out_and_gradients
 from support.strategies import patterns
 from support.tolerances import FLOAT64
 
@@ -67,22 +69,19 @@ def test_plans_of_a_slice_are_proven(pattern, heads, before, is_causal):
 
 
 def whole(pattern, **options):
-    """Inputs of all heads, the gradient of out; out and gradients by brute force, and the lse."""
+    """Inputs of all heads, the gradient of out; out, gradients and lse by brute force."""
     torch.manual_seed(0)
     query, dout = torch.randn(2, 2, LENGTH, HEADS, HEAD_DIM, dtype=torch.float64)
-    key, value = torch.randn(2, 2, LENGTH, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    leaves = query, key, value = [x.requires_grad_() for x in (query, key, value)]
-    out, lse = reference_attention(query, key, value, pattern, **options)
-    gradients = torch.autograd.grad(out, leaves, dout)
-    inputs = [x.detach() for x in leaves]
-    return inputs, dout, (out.detach(), *gradients), lse.detach()
+    inputs = [query, *torch.randn(2, 2, LENGTH, KV_HEADS, HEAD_DIM, dtype=torch.float64)]
+    attend = partial(reference_attention, pattern=pattern, **options)
+    return inputs, dout, out_and_gradients(inputs, dout, attend)
 
 
-def heads_of(tensor, head_slice, dim=2):
+def heads_of(tensor, head_slice):
     """Those of a slice."""
     start, stop, total = head_slice
-    each = tensor.shape[dim] // total
-    return tensor.narrow(dim, start * each, (stop - start) * each)
+    each = tensor.shape[2] // total
+    return tensor[:, :, start * each : stop * each]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,32 +96,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("pattern", EVERY_OPTION.values(), ids=EVERY_OPTION)
 def test_slices_are_the_heads_of_the_whole(pattern, options):
-    inputs, dout, wanted, wanted_lse = whole(pattern, **options)
+    inputs, dout, wanted = whole(pattern, **options)
     for head_slice in SLICES:
-        own, own_dout = [heads_of(x, head_slice) for x in inputs], heads_of(dout, head_slice)
-
-        def rank(ends, own=own, own_dout=own_dout, head_slice=head_slice):
-            leaves = [UNEVEN.shard(x, ends.rank, 1).clone().requires_grad_() for x in own]
-            query, key, value = leaves
-            out, lse = dilated_attention(
-                query, key, value, pattern, group=ends, layout=UNEVEN, head_slice=head_slice,
-                return_lse=True, **options,
-            )  # fmt: skip
-            gradients = torch.autograd.grad(out, leaves, UNEVEN.shard(own_dout, ends.rank, 1))
-            return [out.detach(), *gradients, lse.transpose(1, 2)]
-
-        by_rank = run_loopback(3, rank)
-        *got, lse = [UNEVEN.unshard(shards, 1) for shards in zip(*by_rank, strict=True)]
+        *own, own_dout = (heads_of(x, head_slice) for x in (*inputs, dout))
+        got = on_ranks(UNEVEN, pattern, own, own_dout, head_slice=head_slice, **options)
         for mine, theirs in zip(got, wanted, strict=True):
-            assert relative_error(mine, heads_of(theirs, head_slice)) < FLOAT64
-        torch.testing.assert_close(
-            lse.transpose(1, 2), heads_of(wanted_lse, head_slice, 1), rtol=FLOAT64, atol=FLOAT64
-        )
+            theirs = heads_of(theirs, head_slice)
+            torch.testing.assert_close(mine, theirs, rtol=FLOAT64, atol=FLOAT64)
 
 
 @pytest.mark.parametrize("pattern", EVERY_OPTION.values(), ids=EVERY_OPTION)
 def test_replicated_queries_and_caches(pattern):
-    inputs, _, (wanted, *_), _ = whole(pattern, is_causal=True)
+    inputs, _, (wanted, *_) = whole(pattern, is_causal=True)
     layout, before = SequenceLayout.zigzag(LENGTH - 6, 2), LENGTH - 6
     for head_slice in SLICES:
         query, key, value = (heads_of(x, head_slice) for x in inputs)
@@ -152,7 +137,7 @@ def test_replicated_queries_and_caches(pattern):
 
 
 def test_a_module_of_some_heads_and_compile():
-    inputs, _, (wanted, *_), _ = whole(INTERLEAVED)
+    inputs, _, (wanted, *_) = whole(INTERLEAVED)
     head_slice = SLICES[1]
     own = [heads_of(x, head_slice) for x in inputs]
     module = DilatedAttention(INTERLEAVED, head_slice=head_slice)
@@ -196,14 +181,10 @@ def test_what_is_refused(value, error, message):
         lambda: replicated_query_attention(
             key, key, key, INTERLEAVED, range(5), layout=held, head_slice=value
         ),
-        lambda: plan_attention(
-            INTERLEAVED, held, is_causal=True, num_heads=2, head_slice=value
-        ),
-        lambda: DilatedKVCache(
-            INTERLEAVED, 1, key.shape[2], 8, max_length=9, head_slice=value
-        ),
+        lambda: plan_attention(INTERLEAVED, held, is_causal=True, num_heads=2, head_slice=value),
+        lambda: DilatedKVCache(INTERLEAVED, 1, 2, 8, max_length=9, head_slice=value),
         lambda: DilatedAttention(INTERLEAVED, head_slice=value)(*tensors),
-    ]  # fmt: skip
+    ]
     for call in calls:
         with pytest.raises(error, match=re.escape(message)):
             call()

@@ -1,5 +1,6 @@
 """The gradient of lse: z-loss, and results that callers merge by hand."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -35,38 +36,28 @@ def loss(out, lse, weight):
 
 def gradients(attend, whole, weight, **options):
     leaves = [x.clone().requires_grad_() for x in whole]
-    out, lse = attend(*leaves, return_lse=True, **options)
+    out, lse = attend(*leaves, **options)
     return torch.autograd.grad(loss(out, lse, weight), leaves)
-
-
-def on_ranks(ranks, whole, weight, pattern, **options: Any):
-    layout = SequenceLayout.zigzag(LENGTH, ranks)
-
-    def one(ends):
-        mine = [layout.shard(x, ends.rank, dim=1) for x in (*whole, weight)]
-
-        def attend(query, key, value, **given: Any):
-            where: Any = {"group": ends, "layout": layout}
-            return dilated_attention(query, key, value, pattern, **where, **given)
-
-        return gradients(attend, mine[:3], mine[3], **options)
-
-    return [layout.unshard(parts, dim=1) for parts in zip(*run_loopback(ranks, one), strict=True)]
 
 
 @pytest.mark.parametrize(
     ("pattern", "is_causal", "ranks"), [*product(PATTERNS, [False, True], [1, 2, 5])]
 )
 def test_gradient_of_lse_is_that_of_the_reference(pattern, is_causal, ranks):
-    whole, options = tensors(), {"is_causal": is_causal, "documents": [0, 11, LENGTH]}
+    whole = tensors()
+    options: Any = {"is_causal": is_causal, "documents": [0, 11, LENGTH]}
     weight = torch.randn(whole[0].shape, dtype=torch.float64)
 
-    def reference(query, key, value, return_lse, **given: Any):
-        assert return_lse
-        return reference_attention(query, key, value, pattern, **given)
+    layout = SequenceLayout.zigzag(LENGTH, ranks)
 
-    want = gradients(reference, whole, weight, **options)
-    for a, b in zip(on_ranks(ranks, whole, weight, pattern, **options), want, strict=True):
+    def one(ends):
+        *mine, own = (layout.shard(x, ends.rank, dim=1) for x in (*whole, weight))
+        attend = partial(dilated_attention, pattern=pattern, return_lse=True)
+        return gradients(attend, mine, own, group=ends, layout=layout, **options)
+
+    want = gradients(partial(reference_attention, pattern=pattern), whole, weight, **options)
+    for parts, b in zip(zip(*run_loopback(ranks, one), strict=True), want, strict=True):
+        a = layout.unshard(parts, dim=1)
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks import reference_attention, visible_counts
-from ring_dilated_attention.checks.reference import zero_key_counts
+from ring_dilated_attention.checks import key_counts, reference_attention
 
 
 def loops(query, key, value, pattern, is_causal, documents):
@@ -65,7 +64,7 @@ def test_reference_is_the_definition(pattern, is_causal):
 
 
 def test_a_key_shown_by_two_branches_counts_twice():
-    counts = visible_counts(DilatedPattern([4, 8], [1, 2]), 8, 1)
+    counts = key_counts(DilatedPattern([4, 8], [1, 2]), 8, 1)[0]
     assert counts[0, 0].tolist() == [2, 1, 2, 1, 1, 0, 1, 0]
 
 
@@ -110,17 +109,17 @@ def test_reference_refuses_what_dilated_attention_refuses(given, message):
 def test_zero_key_counts_by_hand():
     """n = 10 in segments of 7, rate 3: 3 rows a cell; positions 0-6 and 7-9, two heads."""
     pattern = DilatedPattern([7], [3], head_offsets="blocked", zero_keys=True)
-    counts = zero_key_counts(pattern, 10, 3)
+    counts = key_counts(pattern, 10, 3)[1]
     expected = torch.zeros(3, 10, dtype=torch.int64)
     # Head 0 at offset 0 has 0 3 6 and 7: two zero keys in the tail. Heads 1 and 2: 1 4, 2 5.
     expected[0, 7] = expected[1, 8] = expected[2, 9] = 2
     expected[1, [1, 4]] = expected[2, [2, 5]] = 1
     assert torch.equal(counts, expected)
-    assert not zero_key_counts(pattern, 10, 3, is_causal=True).any()
+    assert not key_counts(pattern, 10, 3, is_causal=True)[1].any()
     # Segments are clamped to their document first: 4 of 7 positions are a whole segment.
-    counts = zero_key_counts(pattern, 8, 1, documents=[0, 4, 8])
+    counts = key_counts(pattern, 8, 1, documents=[0, 4, 8])[1]
     assert not counts[0, [0, 3, 4, 7]].any()
-    counts = zero_key_counts(pattern, 9, 1, documents=[0, 0, 5, 9, 9])  # two of length 0
+    counts = key_counts(pattern, 9, 1, documents=[0, 0, 5, 9, 9])[1]  # two of length 0
     assert not counts.any()
 
 

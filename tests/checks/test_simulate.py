@@ -143,21 +143,12 @@ def test_simulate_finds_rows_that_are_kept_too_long(monkeypatch):
     assert any("held Memory" in text for text in found.problems)
 
 
-def test_simulate_ends_where_a_rank_fails(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no rows today")
-
-    change_rows(monkeypatch, fail)
-    with pytest.raises(RuntimeError, match="no rows today"):
-        simulate(CASE)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 0}, "batch must be >= 1, got 0"),
-        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
-        ({"num_kv_heads": 3}, "multiple of kv_heads; got 4 and 3"),
+        ({"batch": 0}, "batch, heads, kv_heads and head_dim must be >= 1"),
+        ({"head_dim": 0}, "batch, heads, kv_heads and head_dim must be >= 1"),
+        ({"num_kv_heads": 3}, "heads must be a multiple of kv_heads"),
         ({"exchange": "bus"}, "exchange must be one of 'auto', 'ring', 'gather'"),
         ({"backend": "cudnn"}, "cudnn"),
     ],

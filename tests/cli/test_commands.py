@@ -17,7 +17,7 @@ from support.wrong_bytes import send_a_byte_more
 from typer.testing import CliRunner
 
 from ring_dilated_attention import SequenceLayout, checks, plan_attention
-from ring_dilated_attention.checks import Outcome, RankError, doctor, visible_counts
+from ring_dilated_attention.checks import Outcome, RankError, doctor, key_counts
 from ring_dilated_attention.cli import app, common
 from ring_dilated_attention.cli.plan import closed_block
 from ring_dilated_attention.named_patterns import NAMES, named
@@ -367,7 +367,7 @@ def test_plan_says_which_positions_never_influence_each_other(
     pattern, layout = DilatedPattern(lengths, rates), SequenceLayout.contiguous(seq_len, 1)
     plan = plan_attention(pattern, layout, is_causal=True, documents=documents)
     assert closed_block(plan) == block
-    seen = visible_counts(pattern, seq_len, 2, documents=documents).sum(0).double()
+    seen = key_counts(pattern, seq_len, 2, documents=documents)[0].sum(0).double()
     after_many_layers = torch.matrix_power(seen + torch.eye(seq_len), 64) > 0
     for start, stop in pairwise(documents or (0, seq_len)):
         own = after_many_layers[start:stop, start:stop]

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from support.strategies import layouts, patterns
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.checks import visible_counts
+from ring_dilated_attention.checks import key_counts
 from ring_dilated_attention.draw import (
     STYLES,
     draw_cache,
@@ -73,7 +73,7 @@ def test_mask_cells_are_the_reference_mask(pattern, layout, is_causal, heads, da
     borders = sorted({0, layout.length, *data.draw(st.sets(st.integers(1, layout.length)))})
     options = {"is_causal": is_causal, "documents": borders}
     plan = plan_attention(pattern, layout, num_heads=heads, **options)
-    counts = visible_counts(pattern, layout.length, heads, **options).numpy()
+    counts = key_counts(pattern, layout.length, heads, **options)[0].numpy()
     held, size = owners(layout), data.draw(st.integers(1, layout.length))
     for head, count in enumerate(counts):
         assert (visible_cells(plan, head, 1).sum(0) == count).all()

@@ -18,13 +18,16 @@ from support.grid_steps import (
     longnet_on_one_process,
     longnet_shards,
 )
-from support.small_models import make_model
+from support.small_models import make_model, make_text
 from support.transformers_models import PATTERN, make
 from support.worlds import world
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import SequenceLayout, SoloExchange, check_same_batch, labels_per_rank
 from ring_dilated_attention.checks import relative_error, run_ranks
@@ -233,17 +236,12 @@ def changed(number, dtype=torch.int64):
     return torch.zeros(3000, dtype=dtype).index_fill(0, torch.tensor([1500]), number)
 
 
-LONG = 1 << 20  # more than are hashed at once
 HELD: dict[str, Callable[[int], Any]] = {
     "nested": lambda number: [{"input_ids": (changed(0), "a", changed(number))}],
-    "array that steps backwards": lambda number: changed(number).numpy()[::-1],
     "array of strings": lambda number: np.array(["a"] * 1500 + [str(number)] + ["a"] * 1500),
     "floats": lambda number: [torch.tensor([1.23456 + 1e-5 * number])],
-    "conjugate": lambda number: torch.ones(4, dtype=torch.complex64).mul(1 + number).conj(),
     "a view": lambda number: torch.stack([changed(number)] * 2, 1)[:, ::2],
-    "many": lambda number: torch.arange(LONG + 3).index_fill(0, torch.tensor([LONG]), number),
     "bool": lambda number: changed(number, dtype=torch.bool),
-    "half": lambda number: changed(number, dtype=torch.bfloat16),
     "empty": lambda number: torch.zeros(0, number),
 }
 
@@ -271,3 +269,116 @@ def test_a_worker_of_a_data_loader_is_told_to_leave_it_to_the_training_loop(monk
     run_loopback(2, run)
     whole = SequenceLayout.contiguous(15, 1)
     assert torch.equal(shard_batch(ids, whole)["input_ids"], ids["input_ids"])
+
+
+# --- calls beside DDP, on two ranks
+
+
+def takes(model):
+    assert labels_per_rank(5, model, world()) == 5
+
+
+def with_a_hook():
+    wrapped, builtin = (DistributedDataParallel(nn.Linear(3, 2)) for _ in range(2))
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    message = "communication hook, allreduce_hook, .* pass the ProcessGroup or DeviceMesh"
+    with pytest.raises(ValueError, match=message):
+        labels_per_rank(5, wrapped, world())
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    takes(builtin)
+
+
+LAYOUT = SequenceLayout([[(0, 9), (20, 23)], [(9, 20)]])
+
+
+class Outer(nn.Module):
+    """A user's model, which computes the loss of the one in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.lm = inner
+
+    def forward(self, tokens, labels, **options):
+        return self.lm.loss(tokens, labels, **options)
+
+
+class Checkpointed(Outer):
+    """Backward calls the model again, when DDP's forward has ended."""
+
+    def forward(self, tokens, labels, **options):
+        return checkpoint(self.lm, tokens, labels, use_reentrant=False, **options)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+WAYS = {
+    "LongNet": make_model,
+    "in another": lambda: Outer(make_model()),
+    "checkpoint": lambda: Checkpointed(make_model()),
+}
+COMPILED = {
+    "LongNet": lambda: compiled(make_model()),
+    "inner": lambda: Outer(compiled(make_model())),
+    "outer": lambda: compiled(Outer(make_model())),
+    "checkpoint": lambda: compiled(Checkpointed(make_model())),
+}
+
+
+def own_text(rank):
+    return [LAYOUT.shard(x, rank, 1) for x in make_text()]
+
+
+def one_step(rank, model, wrap):
+    """The error of a step in DDP."""
+    tokens, labels = own_text(rank)
+    wrapped = wrap(DistributedDataParallel(model))
+    divisor = labels_per_rank(labels, wrapped, world())
+    (wrapped(tokens, labels, group=world(), layout=LAYOUT) / divisor).backward()
+    alone, (tokens, labels) = make_model(), make_text()
+    loss = alone.loss(tokens, labels) / labels.numel()
+    return error(model, [loss, *torch.autograd.grad(loss, list(alone.parameters()))])
+
+
+def steps(rank, world_size, are_compiled):
+    found = {
+        name: one_step(rank, make(), lambda ddp: ddp)
+        for name, make in (COMPILED if are_compiled else WAYS).items()
+    }
+    if are_compiled:
+        found["DDP"] = one_step(rank, make_model(), compiled)
+    return found
+
+
+@pytest.mark.parametrize("are_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ddp_may_call_a_model_in_any_module_and_backward_again(are_compiled):
+    for errors in run_ranks(steps, 2, are_compiled):
+        assert max(errors.values()) < EXACT, errors
+
+
+def refused(rank, world_size):
+    with_a_hook()
+    text, where = own_text(rank), {"group": world(), "layout": LAYOUT}
+    message = "LongNet is in DistributedDataParallel, .*: call the wrapped model with its labels"
+    known, unknown = Outer(make_model()), make_model()
+    direct, inner = DistributedDataParallel(make_model()), DistributedDataParallel(known)
+    late = DistributedDataParallel(compiled(make_model()))
+    other = DistributedDataParallel(Outer(known.lm))  # of which labels_per_rank does not know
+    for wrapped in (direct, inner, late):
+        takes(wrapped)
+    calls = [direct.module, direct.module.loss, known, known.lm.loss, late.module.loss]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call(*text, **where)
+        with torch.no_grad():
+            call(*text, **where)
+    assert direct.module(text[0], **where).requires_grad  # logits are no loss
+    unknown.loss(*text, **where).backward()
+    other(*text, **where)
+    known.lm.requires_grad_(False)
+    known.lm.loss(*text, **where)
+
+
+def test_labels_per_rank_refuses_a_communication_hook_and_models_a_loss_beside_ddp():
+    run_ranks(refused, 2)

@@ -167,7 +167,7 @@ def bad_calls(mesh, rank):
             placed(mesh, Shard(0)),
             {"lengths": 4},
         ),
-        "documents must be a list of ints or a local tensor; got a DTensor": (
+        "documents must be a local tensor, not a DTensor": (
             sharded,
             {"documents": documents},
         ),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from support.tolerances import FLOAT64
-from torch.func import grad, hessian, jacfwd, jacrev, jvp
+from torch.func import grad, hessian, jacrev
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -68,18 +68,6 @@ def test_jacrev(tensors):
         dout = torch.zeros_like(query)
         dout[0, row, 0, 0] = 1
         assert relative_error(found[row], expected(tensors, dout)[0]) < FLOAT64
-
-
-@pytest.mark.parametrize("function", [attend, replicated])
-@pytest.mark.parametrize("transform", [jvp, jacfwd])
-def test_forward_mode_is_refused(tensors, function, transform):
-    query, key, value = tensors
-
-    def loss(query):
-        return function(query, key, value).sum()
-
-    with pytest.raises(NotImplementedError, match="forward"):
-        jvp(loss, (query,), (query,)) if transform is jvp else transform(loss)(query)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because")

@@ -1,6 +1,7 @@
 """Branch weights without a gradient: the mix of torchscale."""
 
 import random
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.on_ranks import on_ranks, out_and_gradients
 from support.strategies import layouts
 from support.tolerances import FLOAT64, assert_close_to
 from support.torchscale_definition import torchscale_by_definition
-from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -20,10 +21,6 @@ from ring_dilated_attention import (
     dilated_attention,
 )
 from ring_dilated_attention.checks import reference_attention, relative_error
-from ring_dilated_attention.engine import ring_forward
-from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.nn import MultiheadDilatedAttention, keep_attention
-from ring_dilated_attention.torch_op import operator
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
 
@@ -33,19 +30,12 @@ def close(got, want, bound=FLOAT64):
     return relative_error(got, want) < bound or (got - want).abs().max() < bound
 
 
-def on_ranks(layout, whole, dout, pattern, **options):
-    """Out, lse and gradients of whole tensors, computed on loopback ranks."""
-
-    def run(ends):
-        own = [layout.shard(x, ends.rank, 1).clone().requires_grad_() for x in whole]
-        out, lse = detached_dilated_attention(
-            own[0], own[1], own[2], pattern, group=ends, layout=layout, return_lse=True, **options
-        )
-        gradients = torch.autograd.grad(out, own, layout.shard(dout, ends.rank, 1))
-        return out.detach(), lse, *gradients
-
-    ran = run_loopback(layout.world_size, run)
-    return [layout.unshard([r[i] for r in ran], 2 if i == 1 else 1) for i in range(5)]
+def check(definition, layout, pattern, whole, dout, **options):
+    """Compare out, gradients and lse on loopback ranks with those of a definition."""
+    *want, want_lse = out_and_gradients(whole, dout, definition)
+    *got, lse = on_ranks(layout, pattern, whole, dout, detached_dilated_attention, **options)
+    assert all(map(close, got, want))
+    assert_close_to(lse, want_lse, terms=64 * 64)
 
 
 @settings(max_examples=60)
@@ -63,16 +53,9 @@ def test_on_any_ranks_it_is_the_definition(branches, layout, heads, is_causal, s
     *whole, dout = torch.randn(
         4, 1, layout.length, heads, 4, dtype=torch.float64, generator=generator
     )
-    leaves = [x.clone().requires_grad_() for x in whole]
-    want, want_lse = torchscale_by_definition(
-        leaves[0], leaves[1], leaves[2], lengths, rates, is_causal=is_causal
-    )
-    expected = torch.autograd.grad(want, leaves, dout)
-
-    out, lse, *gradients = on_ranks(layout, whole, dout, pattern, is_causal=is_causal)
-    assert close(out, want)
-    assert_close_to(lse, want_lse, terms=64 * 64)
-    assert all(map(close, gradients, expected))
+    definition = partial(torchscale_by_definition, segment_lengths=lengths, rates=rates)
+    definition = partial(definition, is_causal=is_causal)
+    check(definition, layout, pattern, whole, dout, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -101,16 +84,8 @@ def test_with_any_option_it_is_the_definition(seed):
     heads = kv_heads, kv_heads * heads_per_kv
     q, dout = torch.randn(2, 2, length, heads[1], 4, dtype=torch.float64)
     k, v = torch.randn(2, 2, length, heads[0], 4, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want, want_lse = reference_attention(
-        leaves[0], leaves[1], leaves[2], pattern, branch_gradients="detached", **options
-    )
-    expected = torch.autograd.grad(want, leaves, dout)
-
-    out, lse, *gradients = on_ranks(layout, (q, k, v), dout, pattern, **options)
-    assert close(out, want)
-    assert_close_to(lse, want_lse, terms=64 * 64)
-    assert all(map(close, gradients, expected))
+    reference = partial(reference_attention, pattern=pattern, branch_gradients="detached")
+    check(partial(reference, **options), layout, pattern, (q, k, v), dout, **options)
 
 
 @pytest.mark.parametrize(
@@ -126,15 +101,10 @@ def test_a_rank_that_exchanges_nothing_goes_through_the_same_branches(layout, op
     """Once it left the others waiting: they compute backward by branches, and it did not."""
     torch.manual_seed(0)
     *whole, dout = torch.randn(4, 1, 16, 2, 8, dtype=torch.float64)
-    pattern, leaves = DilatedPattern([None, None], [1, 2]), [x.requires_grad_() for x in whole]
-    want, _ = reference_attention(
-        leaves[0], leaves[1], leaves[2], pattern, branch_gradients="detached", **options
-    )
-    expected = torch.autograd.grad(want, leaves, dout)
-    whole = [x.detach() for x in whole]
-    out, _, *gradients = on_ranks(layout, whole, dout, pattern, exchange=exchange, **options)
-    assert close(out, want)
-    assert all(map(close, gradients, expected))
+    pattern = DilatedPattern([None, None], [1, 2])
+    reference = partial(reference_attention, pattern=pattern, branch_gradients="detached")
+    reference = partial(reference, **options)
+    check(reference, layout, pattern, whole, dout, exchange=exchange, **options)
 
 
 def test_forward_is_exact_and_backward_is_not():
@@ -157,33 +127,3 @@ def test_where_nothing_is_mixed_it_is_the_exact_gradient(pattern):
     outs = [f(x, x, x, pattern) for f in (detached_dilated_attention, dilated_attention)]
     got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
     assert torch.equal(got, want)
-
-
-def test_keep_attention_computes_forward_once(monkeypatch):
-    calls = []
-    forward = ring_forward
-
-    def count(*arguments):
-        calls.append(1)
-        return forward(*arguments)
-
-    monkeypatch.setattr(operator, "ring_forward", count)
-    torch.manual_seed(0)
-    block = MultiheadDilatedAttention(
-        32,
-        4,
-        segment_lengths=PATTERN.segment_lengths,
-        dilation_rates=PATTERN.dilation_rates,
-        head_offsets="blocked",
-        zero_keys=True,
-        branch_gradients="detached",
-        dtype=torch.float64,
-    )
-    x = torch.randn(1, 23, 32, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(block(x, x, x)[0].square().sum(), [x, *block.parameters()])
-    calls.clear()
-    out, _ = checkpoint(block, x, x, x, use_reentrant=False, context_fn=keep_attention)
-    gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
-    assert len(calls) == 1
-    for got, want in zip(gradients, expected, strict=True):
-        assert close(got, want)

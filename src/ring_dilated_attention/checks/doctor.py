@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -48,7 +47,7 @@ def examine() -> Report:
         # Without a GPU, the error of asking for one says why.
         "GPUs": {f"cuda:{index}": said_by(_gpu, index) for index in range(max(gpus, 1))},
         COPIES: {
-            f"cuda:{one} and cuda:{other}": said_by(_copies, one, other, gpus)
+            f"cuda:{one} and cuda:{other}": said_by(_copies, one, other)
             for one, other in combinations(range(gpus), 2)
         }
         or {"not tried": "fewer than two GPUs"},
@@ -86,7 +85,7 @@ def as_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def said_by(probe: Callable[..., str], *arguments: Any) -> str:
+def said_by(probe: Callable[..., Any], *arguments: Any) -> Any:
     """What a probe says, or its error in a line.
 
     Everything is caught: in the broken installation that is to be described, an import, a driver or
@@ -100,25 +99,25 @@ def said_by(probe: Callable[..., str], *arguments: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
+    cudnn: Any = torch.backends.cudnn
+    nccl: Any = torch.cuda.nccl
+    probes: dict[str, Callable[[], object]] = {
+        "cuDNN of torch": cudnn.version,
+        "NCCL of torch": lambda: ".".join(map(str, nccl.version())),
+        "triton": lambda: version("triton"),
+        "flash-attn-4": _flash_attn_4,
+        "transformers": lambda: version("transformers"),
+        "system": platform.platform,
+        "CPUs": lambda: f"{os.cpu_count()}, {torch.backends.cpu.get_cpu_capability()}",
+        "driver": _driver,
+    }
     return {
         "ring-dilated-attention": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "CUDA of torch": str(torch.version.cuda),
-        "cuDNN of torch": said_by(_version_in, torch.backends.cudnn),
-        "NCCL of torch": said_by(_version_in, torch.cuda.nccl),
-        "triton": said_by(version, "triton"),
-        "flash-attn-4": said_by(_flash_attn_4),
-        "transformers": said_by(version, "transformers"),
-        "system": said_by(platform.platform),
-        "CPUs": f"{os.cpu_count()}, {said_by(torch.backends.cpu.get_cpu_capability)}",
-        "driver": said_by(_nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"),
+        **{name: str(said_by(probe)) for name, probe in probes.items()},
     }
-
-
-def _version_in(module: Any) -> str:
-    found = module.version()
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
 def _flash_attn_4() -> str:
@@ -131,28 +130,21 @@ def _gpu(index: int) -> str:
     return f"{found.name}, {in_bytes(found.total_memory)}, capability {found.major}.{found.minor}"
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    command = ["nvidia-smi", *arguments]
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    return done.stdout if "topo" in arguments else done.stdout.split("\n")[0]
+    return done.stdout.split("\n")[0]
 
 
-def _copies(one: int, other: int, gpus: int) -> str:
-    """Copies numbers both ways; says how the two GPUs are linked."""
+def _copies(one: int, other: int) -> str:
+    """Copy numbers both ways."""
     numbers = torch.arange(2**20, dtype=torch.int32)
     for source, target in ((one, other), (other, one)):
         there = numbers.to(f"cuda:{source}").to(f"cuda:{target}")
         if not torch.equal(there.cpu(), numbers):
             return f"wrong: a copy from cuda:{source} to cuda:{target} has other numbers"
     peer = "peer" if torch.cuda.can_device_access_peer(one, other) else "no peer"
-    return f"ok both ways, {peer} access, link {said_by(_link, one, other, gpus)}"
-
-
-def _link(one: int, other: int, gpus: int) -> str:
-    # A line is the name GPU0 and its links, in columns, to GPU 0, GPU 1 and so on.
-    lines = re.findall(r"^GPU\d+\s.*", _nvidia_smi("topo", "-m"), re.MULTILINE)
-    # nvidia-smi numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES.
-    return lines[one].split()[1 + other] if len(lines) == gpus else "unknown"
+    return f"ok both ways, {peer} access"
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> str:

@@ -10,10 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,8 @@ def world_exchange() -> ProcessGroupExchange:
     return ProcessGroupExchange(group)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """What all ranks are started with, and the folder of their store and of their results."""
+class _Start(NamedTuple):
+    """How all ranks start; `folder` has their store and their answers."""
 
     environment: dict[str, str]
     world_size: int
@@ -85,14 +83,9 @@ def run_ranks(
         raise ValueError("wait_timeout must be a number where timeout is None; got None")
     method = forked_context().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
+        seconds = timedelta(seconds=wait)
         start = _Start(
-            environment=dict(os.environ),
-            world_size=world_size,
-            backend=backend,
-            folder=folder,
-            timeout=timeout,
-            wait=timedelta(seconds=wait),
-            fill_with_nan=fill_with_nan,
+            dict(os.environ), world_size, backend, folder, timeout, seconds, fill_with_nan
         )
         given = start, function, arguments
         start_processes: Any = mp.start_processes  # which torch has not annotated

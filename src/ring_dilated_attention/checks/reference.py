@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -19,76 +18,52 @@ from ..options import BranchGradients, check_options
 from ..pattern import DilatedPattern
 from ..torch_op import validate_tensors
 
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-def visible_counts(
+
+def key_counts(
     pattern: DilatedPattern,
     length: int,
     num_kv_heads: int,
     *,
     is_causal: bool = False,
     documents: Sequence[int] | None = None,
-    device: torch.device | None = None,
-) -> torch.Tensor:
-    """How many branches show each key to each query.
+) -> _Pair:
+    """How many branches show each key to each query, and how many zero keys each query sees.
 
     Args:
         pattern: the branches.
         length: number of positions n.
         num_kv_heads: number of KV heads H.
-        is_causal: whether a query sees only keys at positions <= its own.
+        is_causal: whether a query sees only keys at positions <= its own; no zero keys then, which
+            lie behind every query.
         documents: cumulative lengths ``[0, ..., n]`` of packed documents; None: one document.
-        device: where to put the result.
 
     Returns:
-        int64 tensor (H, n, n): entry (h, q, k) counts the branches of head h in which q and k lie
-        in the same segment, both at that head's offset modulo the rate.
+        int64 (H, n, n): entry (h, q, k) counts the branches of head h in which q and k lie in the
+        same segment, both at that head's offset modulo the rate. int64 (H, n): a segment of w
+        positions, at most its document's length, has ceil(w / r) places of a head's keys; those
+        behind its end are zero keys. All are 0 unless the pattern has `zero_keys`.
     """
-    position = torch.arange(length, device=device)
-    borders = torch.tensor([0, length] if documents is None else list(documents), device=device)
+    position = torch.arange(length)
+    borders = torch.tensor([0, length] if documents is None else list(documents))
     document = torch.searchsorted(borders, position, right=True) - 1
     in_document = position - borders[document]
-    counts = torch.zeros(num_kv_heads, length, length, dtype=torch.int64, device=device)
+    counts = torch.zeros(num_kv_heads, length, length, dtype=torch.int64)
+    zero_keys = torch.zeros(num_kv_heads, length, dtype=torch.int64)
     for index, (segment_length, rate) in enumerate(pattern.branches):
         w = length if segment_length is None else segment_length
         segment, in_segment = in_document // w, in_document % w
         together = (document[:, None] == document) & (segment[:, None] == segment)
+        places = -(-(borders[document + 1] - borders[document]).clamp(max=w) // rate)
         for head, offset in pattern.heads(index, num_kv_heads):
             chosen = in_segment % rate == offset
-            counts[head] += together & chosen[:, None] & chosen
+            shown = together & chosen[:, None] & chosen
+            counts[head] += shown
+            zero_keys[head] += chosen * (places - shown.sum(1))
     if is_causal:
         counts *= position[:, None] >= position
-    return counts
-
-
-def zero_key_counts(
-    pattern: DilatedPattern,
-    length: int,
-    num_kv_heads: int,
-    *,
-    is_causal: bool = False,
-    documents: Sequence[int] | None = None,
-    device: torch.device | None = None,
-) -> torch.Tensor:
-    """How many zero keys each query sees, int64 (H, n); see `visible_counts` for arguments.
-
-    A segment of w positions, at most its document's length, is laid out in rows of r positions; a
-    head at offset o has the o-th position of every row, and those that lie behind its document's or
-    its segment's end are zero keys. All are 0 unless the pattern has `zero_keys`.
-    """
-    counts = torch.zeros(num_kv_heads, length, dtype=torch.int64, device=device)
-    if is_causal or not pattern.zero_keys:
-        return counts  # they lie behind every query
-    # A set, since documents may have length 0.
-    for start, stop in pairwise(sorted(set([0, length] if documents is None else documents))):
-        for index, (segment_length, rate) in enumerate(pattern.branches):
-            w = stop - start if segment_length is None else min(segment_length, stop - start)
-            for head, offset in pattern.heads(index, num_kv_heads):
-                for segment in range(start, stop, w):
-                    end = min(segment + w, stop)
-                    places = [segment + row + offset for row in range(0, w, rate)]
-                    real = [place for place in places if place < end]
-                    counts[head, real] += len(places) - len(real)
-    return counts
+    return counts, zero_keys * (pattern.zero_keys and not is_causal)
 
 
 def reference_attention(
@@ -144,16 +119,13 @@ def reference_attention(
         mask = padding[..., None, None].to(query.device)
         query, key, value = (x.masked_fill(mask, 0.0) for x in (query, key, value))
 
-    def attend(branches: DilatedPattern) -> _Result:
+    def attend(branches: DilatedPattern) -> _Pair:
         counts = _counts(query, key, branches, is_causal, borders, valid)
         return _attention(query, key, value, *counts, scale)
 
     if branch_gradients == "detached" and pattern.mixes_branches:
         return _mixed([attend(one) for one in pattern.single_branches()])
     return attend(pattern)
-
-
-_Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def _counts(
@@ -163,8 +135,8 @@ def _counts(
     is_causal: bool,
     documents: Sequence[int] | None,
     lengths: Sequence[int] | None,
-) -> _Result:
-    """`visible_counts` (rows, H, n, n) and `zero_key_counts` (rows, H, n) of query heads.
+) -> _Pair:
+    """`key_counts` of query heads, (rows, H, n, n) and (rows, H, n).
 
     There is one row for all of the batch without `lengths`, else each has its own: that of a
     sequence of its valid positions, and nothing where there is padding.
@@ -173,10 +145,7 @@ def _counts(
     found = []
     for valid in lengths or [length]:
         borders = [*(x for x in documents or [0] if x < valid), valid]
-        of_row = (
-            count(pattern, valid, num_kv_heads, is_causal=is_causal, documents=borders)
-            for count in (visible_counts, zero_key_counts)
-        )
+        of_row = key_counts(pattern, valid, num_kv_heads, is_causal=is_causal, documents=borders)
         found.append([F.pad(x, (0, length - valid) * (x.ndim - 1)) for x in of_row])
     counts, zero_keys = (torch.stack(each).to(query.device) for each in zip(*found, strict=True))
     group = num_heads // num_kv_heads
@@ -190,7 +159,7 @@ def _attention(
     counts: torch.Tensor,
     zero_keys: torch.Tensor,
     scale: float | None,
-) -> _Result:
+) -> _Pair:
     """Out and lse, by how often each query sees each key, and how many zero keys."""
     group = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, 2) for x in (key, value))
@@ -207,7 +176,7 @@ def _attention(
     return out, lse.masked_fill(~covered, -torch.inf)
 
 
-def _mixed(branches: Sequence[_Result]) -> _Result:
+def _mixed(branches: Sequence[_Pair]) -> _Pair:
     """The results of branches, each weighed by its share of the softmax, which is a constant."""
     outs, lses = (torch.stack(each) for each in zip(*branches, strict=True))
     lses = lses.detach()

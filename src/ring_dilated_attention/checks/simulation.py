@@ -7,7 +7,6 @@ laptop. Behind `rda simulate`.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
@@ -20,29 +19,173 @@ import torch
 
 from ..exchange import Exchange, Pending, SoloExchange, run_loopback
 from ..layout import SequenceLayout
-from ..pattern import check_positive_int, in_brief
+from ..pattern import in_brief
 from ..plan import RankPlan, costs, lower
-from .reference import relative_error
-from .verify import TENSORS, TOLERANCE, Case, attend
-
-_WARM_UP = 64  # positions
+from .verify import TENSORS, TOLERANCE, Case, attend, compare
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """What a rank exchanges with others in one direction of a call.
+    """What a rank exchanges with others in one direction of a call."""
+
+    sent: int  # bytes
+    received: int  # bytes
+    messages: int  # sent
+    peers: tuple[int, ...]  # the ranks sent to or received from, in rising order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Forward or backward on one rank.
 
     Attributes:
-        sent: bytes sent.
-        received: bytes received.
-        messages: messages sent.
-        peers: the ranks sent to or received from, in rising order.
+        planned: what the plan says that it exchanges.
+        counted: what it has exchanged.
+        seconds: how long it has computed, alone on the device, without waiting. The first call with
+            a plan works the plan out: forward includes that.
     """
 
-    sent: int
-    received: int
-    messages: int
-    peers: tuple[int, ...]
+    planned: Transfers
+    counted: Transfers
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank held, computed and exchanged.
+
+    Attributes:
+        rank: which rank.
+        positions: how many it holds.
+        planned_memory: bytes that the plan says it holds in forward.
+        held_memory: bytes of the tensors that it held; of the received rows, the most at once.
+        flops: useful operations of forward, by the plan; backward takes 2.5 times these.
+        of_mean: its operations over the mean of all ranks; 1.0 if none has any.
+        forward: the exchange and the time of forward.
+        backward: those of backward; None if it was not run.
+    """
+
+    rank: int
+    positions: int
+    planned_memory: costs.Memory
+    held_memory: costs.Memory
+    flops: int
+    of_mean: float
+    forward: Pass
+    backward: Pass | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has computed."""
+        return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
+
+    def disagreements(self) -> Iterator[str]:
+        """Where what it did is not what the plan says."""
+        for name, done in (("forward", self.forward), ("backward", self.backward)):
+            if done is not None and done.counted != done.planned:
+                yield f"rank {self.rank}, {name}: planned {done.planned}, counted {done.counted}"
+        if self.held_memory != self.planned_memory:
+            yield f"rank {self.rank}: planned {self.planned_memory}, held {self.held_memory}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What all ranks did, and how it compares with one device that holds everything.
+
+    Attributes:
+        ranks: a report per rank.
+        balance: how evenly the operations are divided among the ranks.
+        gathers: whether all transfers were in flight at once.
+        one_device: seconds of forward and backward of the same call on one device.
+        errors: relative error of out, lse and, with backward, the gradients, to one device's.
+        problems: what differs from the plan or from one device, in words; empty if nothing does.
+    """
+
+    ranks: tuple[RankReport, ...]
+    balance: costs.Balance
+    gathers: bool
+    one_device: tuple[float, float]
+    errors: Mapping[str, float]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether results are those of one device, and memory and transfers those of the plan."""
+        return not self.problems
+
+
+def simulate(case: Case, *, backward: bool = True) -> Simulation:
+    """Make a call of `dilated_attention` on every rank of a layout, one rank computing at a time.
+
+    The time that planning takes grows with the square of the number of ranks.
+
+    Args:
+        case: the call; its inputs are drawn from its seed, on its device.
+        backward: whether to run backward too.
+
+    Returns:
+        A report per rank, and the errors relative to the same call on one device. They may be as
+        large as `rda verify` allows or, where a gradient is a small difference of large numbers, 4
+        times its rounding (`Case.roundoff`).
+
+    Raises:
+        TypeError, ValueError: the case is not one that `dilated_attention` can compute, or it has
+            padding, detached gradients, or a loss of lse.
+    """
+    if not isinstance(case, Case):
+        raise TypeError(f"case must be a Case, got {in_brief(case)}")
+    given = case.lengths, case.branch_gradients, case.loss_of
+    if given != (None, "exact", ("out",)):
+        raise ValueError(
+            "a simulated case has no padding, exact gradients, and a loss of out alone; got "
+            f"lengths, branch_gradients and loss_of {given}"
+        )
+    device, layout, lock = torch.device(case.device), case.layout, threading.Lock()
+    whole = [x.to(case.dtype) for x in case.inputs()]
+
+    def alone(case: Case, tensors: Sequence[torch.Tensor]) -> _Ran:
+        one = SequenceLayout.contiguous(tensors[0].shape[1], 1)
+        return _run(case, tensors, Turns(SoloExchange(), device, lock), one, backward)
+
+    def run(ends: Exchange) -> _Ran:
+        shards = [layout.shard(x, ends.rank, 1).clone() for x in whole]
+        return _run(case, shards, Turns(ends, device, lock), layout, backward)
+
+    # First, so that whatever cannot be computed is refused before there are any threads. The short
+    # run takes what the first call of a process costs out of the measured time.
+    alone(replace(case, documents=None), [x[:, :64] for x in whole])
+    one = alone(case, whole)
+    ran = run_loopback(layout.world_size, run)
+    plan = case.plan()
+    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
+    size = costs.TensorSize(
+        batch=case.batch, head_dim=case.head_dim, element_size=case.dtype.itemsize
+    )
+    work = costs.flops_by_rank(plan, size)
+    reports = tuple(
+        _report(plan.rank(rank), size, work, result, gathers=gathers)
+        for rank, result in enumerate(ran)
+    )
+    joined = {
+        name: layout.unshard([x.tensors[name] for x in ran], 1 + (name == "lse"))
+        for name in one.tensors
+    }
+    outcome = compare(case, joined, one.tensors, one.tensors)
+    errors, bound = outcome.errors(), TOLERANCE[case.dtype]
+    problems = [
+        f"{name}: relative error {errors[name]:.1e}, allowed {bound:.1e}"
+        for name in outcome.wrong(case.dtype)
+    ]
+    if not (problems or outcome.valid):
+        problems.append("lse: the ranks and one device cover different positions")
+    return Simulation(
+        ranks=reports,
+        balance=costs.balance(work),
+        gathers=gathers,
+        one_device=(one.seconds[0], sum(one.seconds[1:])),
+        errors=errors,
+        problems=(*problems, *(text for report in reports for text in report.disagreements())),
+    )
 
 
 class Turns:
@@ -139,154 +282,13 @@ class _Wait(NamedTuple):
             self.pending.wait()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """Forward or backward on one rank.
-
-    Attributes:
-        planned: what the plan says that it exchanges.
-        counted: what it has exchanged.
-        seconds: how long it has computed, alone on the device, without waiting. The first call with
-            a plan works the plan out: forward includes that.
-    """
-
-    planned: Transfers
-    counted: Transfers
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """What one rank held, computed and exchanged.
-
-    Attributes:
-        rank: which rank.
-        positions: how many it holds.
-        planned_memory: bytes that the plan says it holds in forward.
-        held_memory: bytes of the tensors that it held; of the received rows, the most at once.
-        flops: useful operations of forward, by the plan; backward takes 2.5 times these.
-        of_mean: its operations over the mean of all ranks; 1.0 if none has any.
-        forward: the exchange and the time of forward.
-        backward: those of backward; None if it was not run.
-    """
-
-    rank: int
-    positions: int
-    planned_memory: costs.Memory
-    held_memory: costs.Memory
-    flops: int
-    of_mean: float
-    forward: Pass
-    backward: Pass | None
-
-    @property
-    def seconds(self) -> float:
-        """How long it has computed."""
-        return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """What all ranks did, and how it compares with one device that holds everything.
-
-    Attributes:
-        ranks: a report per rank.
-        balance: how evenly the operations are divided among the ranks.
-        gathers: whether all transfers were in flight at once.
-        one_device: seconds of forward and backward of the same call on one device.
-        errors: relative error of out, lse and, with backward, the gradients, to one device's.
-        problems: what differs from the plan or from one device, in words; empty if nothing does.
-    """
-
-    ranks: tuple[RankReport, ...]
-    balance: costs.Balance
-    gathers: bool
-    one_device: tuple[float, float]
-    errors: Mapping[str, float]
-    problems: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether results are those of one device, and memory and transfers those of the plan."""
-        return not self.problems
-
-
-def simulate(case: Case, *, backward: bool = True) -> Simulation:
-    """Make a call of `dilated_attention` on every rank of a layout, one rank computing at a time.
-
-    The time that planning takes grows with the square of the number of ranks.
-
-    Args:
-        case: the call; its inputs are drawn from its seed, on its device.
-        backward: whether to run backward too.
-
-    Returns:
-        A report per rank, and the errors relative to the same call on one device. They may be as
-        large as `rda verify` allows or, where a gradient is a small difference of large numbers, 4
-        times its rounding (`Case.roundoff`).
-
-    Raises:
-        TypeError, ValueError: the case is not one that `dilated_attention` can compute.
-    """
-    if not isinstance(case, Case):
-        raise TypeError(f"case must be a Case, got {in_brief(case)}")
-    given = case.lengths, case.branch_gradients, case.loss_of
-    if given != (None, "exact", ("out",)):
-        raise ValueError(
-            "a simulated case has no padding, exact gradients, and a loss of out alone; got "
-            f"lengths, branch_gradients and loss_of {given}"
-        )
-    size = costs.TensorSize(
-        batch=check_positive_int("batch", case.batch),
-        head_dim=check_positive_int("head_dim", case.head_dim),
-        element_size=case.dtype.itemsize,
-    )
-    plan, device = case.plan(), torch.device(case.device)
-    whole = [x.to(case.dtype) for x in case.inputs()]
-    # First, so that whatever cannot be computed is refused before there are any threads. The short
-    # run takes what the first call of a process costs out of the measured time.
-    _run_alone(replace(case, documents=None), [x[:, :_WARM_UP] for x in whole], backward)
-    alone = _run_alone(case, whole, backward)
-    lock = threading.Lock()
-
-    def run(ends: Exchange) -> _Ran:
-        turns = Turns(ends, device, lock)
-        with turns:
-            shards = [case.layout.shard(x, ends.rank, 1).clone() for x in whole]
-            return _run(case, shards, turns, case.layout, backward)
-
-    ran = run_loopback(case.layout.world_size, run)
-    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
-    work = costs.flops_by_rank(plan, size)
-    reports = tuple(
-        _report(plan.rank(rank), size, work, result, gathers=gathers)
-        for rank, result in enumerate(ran)
-    )
-    errors, problems = _compare(case, [x.tensors for x in ran], alone.tensors)
-    return Simulation(
-        ranks=reports,
-        balance=costs.balance(work),
-        gathers=gathers,
-        one_device=(alone.seconds[0], sum(alone.seconds[1:])),
-        errors=errors,
-        problems=(*problems, *(text for report in reports for text in _disagreements(report))),
-    )
-
-
 class _Ran(NamedTuple):
     """Results by name, and of forward and then backward what was exchanged and the seconds."""
 
     tensors: dict[str, torch.Tensor]
-    transfers: list[Transfers]
-    seconds: list[float]
+    transfers: tuple[Transfers, ...]
+    seconds: tuple[float, ...]
     held: costs.Memory
-
-
-def _run_alone(case: Case, whole: Sequence[torch.Tensor], backward: bool) -> _Ran:
-    """Make the call on one device that holds everything."""
-    turns = Turns(SoloExchange(), torch.device(case.device), threading.Lock())
-    with turns:
-        return _run(case, whole, turns, SequenceLayout.contiguous(whole[0].shape[1], 1), backward)
 
 
 def _run(
@@ -296,44 +298,36 @@ def _run(
     layout: SequenceLayout,
     backward: bool,
 ) -> _Ran:
-    """Make the call on one rank, which has its turn."""
+    """Make the call on one rank, in turns with the others."""
     *leaves, dout = tensors
     query, key, value = (x.detach().requires_grad_(backward) for x in leaves)
-    turns.take()
-    out, lse = attend(case, query, key, value, layout, turns)
-    passes = [turns.take()]
-    held = costs.Memory(
-        query=query.nbytes,
-        key=key.nbytes,
-        value=value.nbytes,
-        out=out.nbytes,
-        lse=lse.nbytes,
-        buffers=turns.most_buffered,
-    )
-    results = [out.detach(), lse]
-    if backward:
-        results += torch.autograd.grad(out, (query, key, value), dout)
-        passes.append(turns.take())
-    transfers, seconds = map(list, zip(*passes, strict=True))
-    return _Ran(dict(zip(TENSORS, results, strict=False)), transfers, seconds, held)
+    with turns:
+        out, lse = attend(case, query, key, value, layout, turns)
+        passes, results = [turns.take()], [out.detach(), lse]
+        held = {"query": query, "key": key, "value": value, "out": out, "lse": lse}
+        memory = costs.Memory(
+            **{name: x.nbytes for name, x in held.items()}, buffers=turns.most_buffered
+        )
+        if backward:
+            results += torch.autograd.grad(out, (query, key, value), dout)
+            passes.append(turns.take())
+    transfers, seconds = zip(*passes, strict=True)
+    return _Ran(dict(zip(TENSORS, results, strict=False)), transfers, seconds, memory)
 
 
 def _report(
     rank: RankPlan, size: costs.TensorSize, work: Sequence[int], ran: _Ran, *, gathers: bool
 ) -> RankReport:
-    planned = []
-    for backward in (False, True):
+    passes = []
+    for backward, counted, seconds in zip((False, True), ran.transfers, ran.seconds, strict=False):
         program = lower(rank, gathers=gathers, backward=backward)
         sent, received = map(sum, zip(*(action.nbytes(size) for action in program), strict=True))
         sends = [action.sends[0] for action in program if action.sends]
         peers = {*sends, *(action.receives[0] for action in program if action.receives)}
-        planned.append(
-            Transfers(sent=sent, received=received, messages=len(sends), peers=tuple(sorted(peers)))
+        planned = Transfers(
+            sent=sent, received=received, messages=len(sends), peers=tuple(sorted(peers))
         )
-    forward, *rest = (
-        Pass(planned=a, counted=b, seconds=seconds)
-        for a, b, seconds in zip(planned, ran.transfers, ran.seconds, strict=False)
-    )
+        passes.append(Pass(planned=planned, counted=counted, seconds=seconds))
     return RankReport(
         rank=rank.index,
         positions=rank.plan.layout.local_length(rank.index),
@@ -341,38 +335,6 @@ def _report(
         held_memory=ran.held,
         flops=work[rank.index],
         of_mean=work[rank.index] * len(work) / sum(work) if any(work) else 1.0,
-        forward=forward,
-        backward=rest[0] if rest else None,
+        forward=passes[0],
+        backward=passes[1] if len(passes) > 1 else None,
     )
-
-
-def _disagreements(report: RankReport) -> Iterator[str]:
-    """Where what a rank did is not what the plan says."""
-    for name, done in (("forward", report.forward), ("backward", report.backward)):
-        if done is not None and done.counted != done.planned:
-            yield f"rank {report.rank}, {name}: planned {done.planned}, counted {done.counted}"
-    if report.held_memory != report.planned_memory:
-        yield f"rank {report.rank}: planned {report.planned_memory}, held {report.held_memory}"
-
-
-def _compare(
-    case: Case, shards: Sequence[Mapping[str, torch.Tensor]], alone: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, float], list[str]]:
-    """Relative errors by tensor, and what is out of bounds."""
-    errors: dict[str, float] = {}
-    problems: list[str] = []
-    bound = TOLERANCE[case.dtype]
-    for name, want in alone.items():
-        got = case.layout.unshard([x[name] for x in shards], 2 if name == "lse" else 1)
-        if name == "lse":
-            if not torch.equal(torch.isneginf(got), torch.isneginf(want)):
-                problems.append("lse: the ranks and one device cover different positions")
-            got, want = (x.masked_fill(torch.isneginf(x), 0) for x in (got, want))
-        errors[name] = relative_error(got, want)
-        if errors[name] <= bound:
-            continue
-        # A gradient can be a small difference of large numbers (a query that sees one key).
-        rounding = 4 * case.roundoff()[name] * math.sqrt(want.numel())
-        if not torch.linalg.vector_norm(got.double() - want).item() <= rounding:
-            problems.append(f"{name}: relative error {errors[name]:.1e}, allowed {bound:.1e}")
-    return errors, problems

@@ -1,24 +1,20 @@
-"""Compare the sharded function with brute force: whole calls (`Case`), or rows of long ones.
-
-`rda verify` runs the cases of `sweep`. `spot_check` recomputes single rows from the defining sums,
-for sequences too long for any reference.
-"""
+"""Compare calls of the sharded function (`Case`) with brute force: `rda verify` runs `sweep`."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..exchange import Exchange, all_gather
+from ..exchange import Exchange
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import BranchGradients, Schedule
-from ..pattern import DilatedPattern, check_int
+from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, HeadSplit, costs, head_split, plan_attention
 from ..tiles import Backend, accumulate_dtype
 from .ranks import world_exchange
@@ -47,15 +43,11 @@ class ViewKind(NamedTuple):
         """Kinds that callers have, and corners, by name."""
         return _KINDS
 
-    def fit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Numbers of the same shape that views of this kind can hold, taken from `tensor`."""
-        for dim in self.expanded:
-            if tensor.shape[dim]:
-                tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
-        return tensor.clone(memory_format=torch.contiguous_format)
-
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of this kind, in a storage of NaN, that holds what `tensor`, of `fit`, holds."""
+        """A view of this kind of the numbers of `tensor`, in a storage of NaN.
+
+        Along expanded dimensions these are the tensor's first ones.
+        """
         if not tensor.numel():
             return tensor
         values = tensor
@@ -65,14 +57,11 @@ class ViewKind(NamedTuple):
         for dim in reversed(self.order):
             strides[dim] = room * self.steps[dim]
             room *= values.shape[dim] * self.steps[dim]
-        filler = float("nan") if tensor.is_floating_point() else -1
-        storage = tensor.new_full((self.offset + room + 1,), filler)
+        storage = tensor.new_full((self.offset + room + 1,), torch.nan)
         storage.as_strided(values.shape, strides, self.offset).copy_(values)
         for dim in self.expanded:
             strides[dim] = 0
-        view = storage.as_strided(tensor.shape, strides, self.offset)
-        assert torch.equal(view.nan_to_num(), tensor.nan_to_num()), (self, "cannot hold the tensor")
-        return view
+        return storage.as_strided(tensor.shape, strides, self.offset)
 
 
 _KINDS = {
@@ -80,7 +69,6 @@ _KINDS = {
     "expanded batch": ViewKind(expanded=(BATCH,)),
     "expanded sequence": ViewKind(expanded=(SEQUENCE,)),
     "expanded heads": ViewKind(expanded=(HEADS,)),
-    "expanded head_dim": ViewKind(expanded=(HEAD_DIM,)),
     "one number": ViewKind(expanded=(BATCH, SEQUENCE, HEADS, HEAD_DIM)),
     "heads first": ViewKind(order=(BATCH, HEADS, SEQUENCE, HEAD_DIM), offset=16),
     "sequence first": ViewKind(order=(SEQUENCE, BATCH, HEADS, HEAD_DIM)),
@@ -96,6 +84,7 @@ _KINDS = {
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
+_OPTIONS = ("is_causal", "scale", "documents", "branch_gradients")  # those of the reference, too
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,
@@ -103,13 +92,6 @@ TOLERANCE = {
     torch.bfloat16: 1.5e-2,
 }
 """Largest relative error of a case by dtype, unless plain torch in that dtype errs as much."""
-
-
-class References(NamedTuple):
-    """What a case should find, as `Case.expected` returns it."""
-
-    exact: dict[str, torch.Tensor]  # in float64
-    plain: dict[str, torch.Tensor]  # in the case's dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +132,12 @@ class Case:
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
         generator = torch.Generator().manual_seed(self.seed)
-        kinds = self.views or (ViewKind(),) * 4
+        own, kv = self.num_heads, self.num_kv_heads
         tensors = []
-        for kind, heads in zip(
-            kinds,
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads),
-            strict=True,
-        ):
+        for kind, heads in zip(self.views or (ViewKind(),) * 4, (own, kv, kv, own), strict=True):
             shape = self.batch, self.layout.length, heads, self.head_dim
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            tensors.append(kind.fit(drawn.to(self.dtype).to(self.device, torch.float64)))
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            tensors.append(kind.view(drawn.to(self.device, torch.float64)).contiguous())
         return tuple(tensors)
 
     def dlse(self) -> torch.Tensor:
@@ -218,17 +196,8 @@ class Case:
         """Whole out, lse and gradients by brute force in `dtype`."""
         *leaves, dout = (x.to(dtype) for x in self.inputs())
         query, key, value = (x.requires_grad_() for x in leaves)
-        out, lse = reference_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            is_causal=self.is_causal,
-            documents=self.documents,
-            lengths=self.lengths,
-            scale=self.scale,
-            branch_gradients=self.branch_gradients,
-        )
+        options = {name: getattr(self, name) for name in ("lengths", *_OPTIONS)}
+        out, lse = reference_attention(query, key, value, self.pattern, **options)
         losses = [(out, dout), (lse, self.dlse().to(dtype))]
         outputs, grads = zip(*self.in_loss(losses), strict=True)
         gradients = torch.autograd.grad(outputs, (query, key, value), grads, materialize_grads=True)
@@ -238,11 +207,14 @@ class Case:
         """Of a thing of out and one of lse, those of the results that the loss depends on."""
         return [x for name, x in zip(TENSORS, of_out_and_lse, strict=False) if name in self.loss_of]
 
-    def references(self) -> References:
+    def references(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """`expected` in float64 and in `dtype`, computed on the CPU and moved to `device`."""
         on_cpu = replace(self, device="cpu")
-        found = (on_cpu.expected(dtype) for dtype in (torch.float64, self.dtype))
-        return References(*({name: x.to(self.device) for name, x in e.items()} for e in found))
+        exact, plain = (
+            {name: x.to(self.device) for name, x in on_cpu.expected(dtype).items()}
+            for dtype in (torch.float64, self.dtype)
+        )
+        return exact, plain
 
 
 @dataclass
@@ -263,16 +235,12 @@ class Outcome:
     valid: bool = True
 
     def __add__(self, other: Outcome) -> Outcome:
-        squares = {
-            name: tuple(map(sum, zip(self.squares[name], other.squares[name], strict=True)))
-            for name in self.squares
+        sums: Any = {
+            name: tuple(map(sum, zip(squares, other.squares[name], strict=True)))
+            for name, squares in self.squares.items()
         }
-        return Outcome(
-            squares,  # type: ignore[arg-type]
-            self.sent_bytes + other.sent_bytes,
-            self.planned_bytes + other.planned_bytes,
-            self.valid and other.valid,
-        )
+        sent, planned = self.sent_bytes + other.sent_bytes, self.planned_bytes + other.planned_bytes
+        return Outcome(sums, sent, planned, self.valid and other.valid)
 
     def error(self, name: str) -> float:
         """Relative error of a tensor over all ranks added up."""
@@ -283,17 +251,21 @@ class Outcome:
         """`error` of each tensor: out, lse, and the gradients that were computed."""
         return {name: self.error(name) for name in self.squares}
 
-    def passes(self, dtype: torch.dtype) -> bool:
-        """Whether everything is within bounds.
+    def wrong(self, dtype: torch.dtype) -> list[str]:
+        """The tensors that are out of bounds.
 
         A gradient can be a small difference of large numbers (a query that sees one key), so a
         tensor may instead err by 4 times what the reference computed plainly in `dtype` does.
         """
-        within = all(
-            self.error(name) <= TOLERANCE[dtype] or error <= 16 * plain
+        return [
+            name
             for name, (error, _, plain) in self.squares.items()
-        )
-        return within and self.valid and self.sent_bytes == self.planned_bytes
+            if not (self.error(name) <= TOLERANCE[dtype] or error <= 16 * plain)
+        ]
+
+    def passes(self, dtype: torch.dtype) -> bool:
+        """Whether everything is within bounds, and the bytes sent are those of the plan."""
+        return self.valid and not self.wrong(dtype) and self.sent_bytes == self.planned_bytes
 
 
 def attend(
@@ -311,81 +283,71 @@ def attend(
         key,
         value,
         case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        documents=case.documents,
         group=ends if ends.world_size > 1 else None,
         layout=layout,
-        exchange=case.exchange,
-        backend=case.backend,
-        workspace=case.workspace,
-        branch_gradients=case.branch_gradients,
         return_lse=True,
+        **{name: getattr(case, name) for name in (*_OPTIONS, "exchange", "backend", "workspace")},
         **options,
     )
 
 
-def run_case(case: Case, ends: Exchange, wanted: References | None = None) -> Outcome:
+def run_case(case: Case, ends: Exchange, wanted: Sequence[Any] | None = None) -> Outcome:
     """Run a case on this rank and compare this rank's shard with the reference.
 
-    Args:
-        case: the case, the same on every rank.
-        ends: this rank's end of the group.
-        wanted: `Case.references`, where ranks of one process share them; None: computed here.
+    `wanted` is `Case.references`, where ranks of one process share them; None: computed here.
     """
-    inputs = dict(zip((*INPUTS, "dout"), _shards(case, ends.rank), strict=True))
-    leaves = [inputs[name].requires_grad_() for name in INPUTS if name in case.wanted]
-    query, key, value, dout = inputs.values()
+    rank, names = ends.rank, [f"d{name}" for name in INPUTS if name in case.wanted]
+    *inputs, dout, dlse = _shards(case, rank)
+    leaves = [
+        x.requires_grad_() for name, x in zip(INPUTS, inputs, strict=True) if f"d{name}" in names
+    ]
+    query, key, value = inputs
     options: dict[str, Any] = {"lengths": case.lengths}
     if case.as_mask and case.lengths is not None:
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
-        options = {"key_padding_mask": case.layout.shard(padding, ends.rank, 1).to(dout.device)}
+        options = {"key_padding_mask": case.layout.shard(padding, rank, 1).to(dout.device)}
     before = ends.sent_bytes
     out, lse = attend(case, query, key, value, case.layout, ends, **options)
     gradients: Sequence[torch.Tensor] = ()
     if leaves:
-        grads = case.in_loss([dout, _shard_of_dlse(case, ends.rank).to(lse.dtype)])
+        grads = case.in_loss([dout, dlse.to(lse.dtype)])
         gradients = torch.autograd.grad(case.in_loss([out, lse]), leaves, grads)
-    names = (f"d{name}" for name in INPUTS if name in case.wanted)
     actual = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
-    rows = Counter(case.lengths or [None] * case.batch)  # the rows of each length
-    outcome = Outcome(
-        sent_bytes=ends.sent_bytes - before,
-        planned_bytes=sum(_planned_bytes(case, ends.rank, *each) for each in rows.items()),
+    exact, plain = (
+        {name: case.layout.shard(x[name], rank, 1 + (name == "lse")) for name in actual}
+        for x in wanted or case.references()
     )
-    _compare(outcome, case, ends.rank, actual, wanted or case.references())
+    outcome = compare(case, actual, exact, plain)
+    outcome.sent_bytes = ends.sent_bytes - before
+    rows = Counter(case.lengths or [None] * case.batch)  # the rows of each length
+    outcome.planned_bytes = sum(_planned_bytes(case, rank, *each) for each in rows.items())
     return outcome
 
 
 def _shards(case: Case, rank: int) -> list[torch.Tensor]:
-    """A rank's query, key, value and dout, in memory as `Case.views` says."""
+    """A rank's query, key, value and dout, in memory as `Case.views` says, and its dlse."""
     kinds = case.views or (ViewKind(),) * 4
-    inputs = [x.to(case.dtype) for x in case.inputs()]
+    *inputs, dlse = *(x.to(case.dtype) for x in case.inputs()), case.dlse()
     for row, length in enumerate(case.lengths or ()):
+        dlse[row, :, length:] = torch.nan
         for x, kind in zip(inputs, kinds, strict=True):
             if not {BATCH, SEQUENCE}.intersection(kind.expanded):
                 x[row, length:] = torch.nan
     shards = (case.layout.shard(x, rank, 1) for x in inputs)
-    return [kind.view(x) for x, kind in zip(shards, kinds, strict=True)]
+    views = [kind.view(x) for x, kind in zip(shards, kinds, strict=True)]
+    return [*views, case.layout.shard(dlse, rank, 2)]
 
 
-def _shard_of_dlse(case: Case, rank: int) -> torch.Tensor:
-    """A rank's gradient of lse, NaN in padded positions."""
-    dlse = case.dlse()
-    for row, length in enumerate(case.lengths or ()):
-        dlse[row, :, length:] = torch.nan
-    return case.layout.shard(dlse, rank, 2)
-
-
-def _compare(
-    outcome: Outcome, case: Case, rank: int, actual: dict[str, torch.Tensor], wanted: References
-) -> None:
-    """Write into `outcome` how far a rank's tensors are from what they should be."""
-    roundoff = case.roundoff()
-    uncovered = torch.isneginf(actual["lse"])
+def compare(
+    case: Case,
+    actual: Mapping[str, torch.Tensor],
+    exact: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+) -> Outcome:
+    """How far tensors of a case are from what they should be; see `Outcome.squares`."""
+    outcome, roundoff, uncovered = Outcome(), case.roundoff(), torch.isneginf(actual["lse"])
     for name, got in actual.items():
-        dim = 2 if name == "lse" else 1
-        want, rough = (case.layout.shard(x[name], rank, dim) for x in wanted)
+        want, rough = exact[name], plain[name]
         dtype = accumulate_dtype(case.dtype) if name == "lse" else case.dtype
         outcome.valid &= got.shape == want.shape and got.dtype == dtype
         if name == "lse":
@@ -396,9 +358,10 @@ def _compare(
         outcome.valid &= bool(torch.isfinite(got).all())
         outcome.squares[name] = (
             (got.double() - want).square().sum().item(),
-            want.square().sum().item(),
+            want.double().square().sum().item(),
             max((rough.double() - want).square().sum().item(), want.numel() * roundoff[name] ** 2),
         )
+    return outcome
 
 
 def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int:
@@ -433,9 +396,7 @@ def combine(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
 def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
     """The cases of `rda verify`: each option with each corner of lengths and layouts.
 
-    Args:
-        world_size: number of ranks.
-        seed: of the first case's inputs; each further one adds 1.
+    `seed` is that of the first case's inputs; each further one adds 1.
     """
     patterns = [
         DilatedPattern([4, 8, 16], [1, 2, 4]),
@@ -488,163 +449,3 @@ def make_layout(name: str, length: int, world_size: int) -> SequenceLayout:
         ranges[size % max(world_size - 1, 1)].insert(0, (start, stop))
         start, size = stop, size + 1
     return SequenceLayout(ranges)
-
-
-# --- single rows of calls that are too long for a reference
-
-
-class Shard(NamedTuple):
-    """One rank's tensors of a call: batch 1, as many KV heads as query heads.
-
-    query, key, value, out, dout, dquery, dkey, dvalue (1, local_sequence, heads, head_dim); lse
-    (1, heads, local_sequence). The gradients are None where only out is to be checked.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor | None = None
-    dquery: torch.Tensor | None = None
-    dkey: torch.Tensor | None = None
-    dvalue: torch.Tensor | None = None
-
-
-def spot_check(
-    shard: Shard,
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    ends: Exchange,
-    positions: Sequence[int],
-    *,
-    head: int = 0,
-    is_causal: bool = False,
-) -> dict[str, float]:
-    """Relative errors of a head's rows at `positions`, over all of them together.
-
-    A row is recomputed in float64 from the positions that its branches show it: a few thousand
-    however long the sequence is, which the ranks share. dK and dV are recomputed from the queries
-    that see the position, with their lse and out as the call returned them.
-
-    Args:
-        shard: this rank's tensors, of a call without documents and lengths.
-        pattern: of the call; without zero keys.
-        layout: of the call.
-        ends: this rank's end of the group; every rank calls.
-        positions: of the whole sequence, the same on every rank.
-        head: which head.
-        is_causal: of the call.
-
-    Returns:
-        ``out`` and ``lse``, and where `shard` has gradients ``dquery``, ``dkey`` and ``dvalue``:
-        each ``|got - want| / |want|``, or ``|got|`` where all that is wanted is 0, the same on
-        every rank.
-
-    Raises:
-        ValueError: an argument is not as described above.
-    """
-    _check_spots(shard, pattern, layout, ends, positions, head)
-    squares: dict[str, list[float]] = {}
-    for position in positions:
-        seen = _seen(pattern, layout.length, position, head, shard.query.shape[2])
-        before = [p for p in seen if p <= position] if is_causal else seen
-        behind = [p for p in seen if p >= position] if is_causal else seen
-        own, keys, queries = (
-            _rows_at(shard, layout, ends, head, places) for places in ([position], before, behind)
-        )
-        for name, want in _expected_rows(own, keys, queries).items():
-            got = own[name][0]  # both lse are -inf at a position that no branch shows anything
-            errors = squares.setdefault(name, [0.0, 0.0])
-            errors[0] += float(torch.where(got == want, 0.0, got - want).square().sum())
-            errors[1] += float(want.nan_to_num(neginf=0.0).square().sum())
-    # Where nothing is expected, what there is is the error.
-    return {name: (error / (size or 1.0)) ** 0.5 for name, (error, size) in squares.items()}
-
-
-def _check_spots(
-    shard: Shard,
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    ends: Exchange,
-    positions: Sequence[int],
-    head: int,
-) -> None:
-    """Raise unless `spot_check` can tell what the rows should be."""
-    if pattern.zero_keys:
-        raise ValueError("pattern must have no zero keys, which a spot check leaves out")
-    shape = tuple(shard.query.shape)
-    if len(shape) != 4 or shape[0] != 1:
-        raise ValueError(f"a spot check takes a batch of 1; got query {shape}")
-    layout.check_shard(ends.rank, ends.world_size, shape[1], f"got a query of shape {shape}")
-    for name, tensor in shard._asdict().items():
-        expected = (1, shape[2], shape[1]) if name == "lse" else shape
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} must have shape {expected}; got {tuple(tensor.shape)}")
-    if len({x is None for x in shard[5:]}) > 1:
-        raise ValueError("dout, dquery, dkey and dvalue must all be given, or none of them")
-    limits = [("head", head, shape[2]), *(("positions", p, layout.length) for p in positions)]
-    for name, number, stop in limits:
-        if not 0 <= check_int(name, number) < stop:
-            raise ValueError(f"{name} must lie in [0, {stop}); got {number}")
-
-
-def _rows_at(
-    shard: Shard, layout: SequenceLayout, ends: Exchange, head: int, positions: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """Rows of a head at `positions` from all ranks, float64: (rows, head_dim), lse (rows,).
-
-    Each rank puts the rows of its shard among zeros, and all ranks' are added up.
-    """
-    held = [
-        (place, piece.local + position - piece.start)
-        for place, position in enumerate(positions)
-        for piece in layout.pieces
-        if piece.rank == ends.rank and piece.start <= position < piece.stop
-    ]
-    places, local = ([pair[i] for pair in held] for i in (0, 1))
-    found = {}
-    for name, tensor in shard._asdict().items():
-        if tensor is None:
-            continue
-        of_head = (tensor if name == "lse" else tensor.transpose(1, 2))[0, head]
-        rows = of_head.new_zeros(len(positions), *of_head.shape[1:], dtype=torch.float64)
-        rows[places] = of_head[local].double()
-        with ends.calls.enter("spot_check", "rows"):
-            found[name] = torch.stack(all_gather(ends, rows)).sum(0)
-    return found
-
-
-def _seen(
-    pattern: DilatedPattern, length: int, position: int, head: int, num_heads: int
-) -> list[int]:
-    """The positions that a head's branches show at `position`, each as often as they do."""
-    seen: list[int] = []
-    for branch, (w, rate) in enumerate(pattern.branches):
-        w = length if w is None else min(w, length)
-        start = position - position % w
-        offset = dict(pattern.heads(branch, num_heads)).get(head, w)
-        rows = range(start + offset, min(start + w, length), rate)
-        seen.extend(rows if position in rows else ())
-    return seen
-
-
-def _expected_rows(
-    own: dict[str, torch.Tensor], keys: dict[str, torch.Tensor], queries: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What a position's rows should be, from the keys it sees and the queries that see it."""
-    scale = own["query"].shape[-1] ** -0.5
-    q, k, v = own["query"][0], own["key"][0], own["value"][0]
-    p = (scale * keys["key"] @ q).softmax(0)
-    out = p @ keys["value"]
-    expected = {"out": out, "lse": torch.logsumexp(scale * keys["key"] @ q, 0)}
-    if "dout" in own:
-        dout = own["dout"][0]
-        ds = p * (keys["value"] @ dout - dout @ out)
-        expected["dquery"] = scale * ds @ keys["key"]
-        p = torch.exp(scale * queries["query"] @ k - queries["lse"])
-        delta = (queries["dout"] * queries["out"]).sum(-1)
-        ds = p * (queries["dout"] @ v - delta)
-        expected["dkey"] = scale * ds @ queries["query"]
-        expected["dvalue"] = p @ queries["dout"]
-    return expected

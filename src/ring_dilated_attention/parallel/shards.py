@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import string_at
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -29,18 +31,9 @@ from ..pattern import in_brief
 from .averaging import device_for
 from .dtensors import is_dtensor
 
-_CHUNK = 1 << 20
-"""Values that are digested at a time: bounds the temporary memory to a few times 8 MiB."""
-
 _SAMPLE = 1 << 16
 """Floating values of a tensor that are digested, evenly spaced: embeddings are large, and those of
 different sequences differ nearly everywhere. Integers are digested one and all."""
-
-_GOLDEN = -7046029254386353131
-"""2**64 divided by the golden ratio, odd, as int64: the step of the generator splitmix64."""
-
-_MIX = -4658895280553007687, -7723592293110705685
-"""The multipliers of splitmix64 (Steele et al. 2014), as int64."""
 
 _ADVICE = (
     "All ranks of a group must be given the same whole batch, of which each takes its part: split "
@@ -58,8 +51,8 @@ def check_same_batch(batch: Mapping[str, Any], group: Group) -> None:
 
     What the ranks compare is a digest of shapes, dtypes and values, in one small collective,
     whatever the size of the batch. Integers and bools count one and all; of a floating tensor,
-    65,536 evenly spaced values do. Tensors on a GPU are digested there, and then waited for:
-    compare a batch before it is moved there.
+    65,536 evenly spaced values do. Tensors on a GPU are copied to the host for it: compare a batch
+    before it is moved there.
 
     Args:
         batch: the whole batch, by name: tensors of any shape and dtype on any device, arrays of
@@ -122,8 +115,7 @@ def _printable(name: str, entry: Any) -> Any:
             f"{name} has a DTensor: compare batches before they are distributed"
         )
     if isinstance(entry, Tensor):
-        digest = int(_digest(entry)) % (1 << 64)
-        return _Words(f"{tuple(entry.shape)} {entry.dtype} {digest:016x}")
+        return _Words(f"{tuple(entry.shape)} {entry.dtype} {_digest(entry)}")
     if isinstance(entry, Mapping):
         return {key: _printable(name, value) for key, value in entry.items()}
     if isinstance(entry, list | tuple):
@@ -131,27 +123,12 @@ def _printable(name: str, entry: Any) -> Any:
     return entry
 
 
-@torch.no_grad()
-def _digest(tensor: Tensor) -> Tensor:
-    """The sum of all values, each times a random odd number of its place, modulo 2**64: int64."""
-    flat = tensor.detach().resolve_conj().reshape(-1)
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if tensor.is_floating_point() or tensor.is_complex():
-        flat = flat[:: max(1, -(-len(flat) // _SAMPLE))].contiguous()
-        flat = flat.view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(flat), _CHUNK):
-        values = flat[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + len(values), device=tensor.device)
-        total += (_mixed(values) * (_mixed(places) | 1)).sum()
-    return total
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """The generator splitmix64 of these numbers, but for shifts that keep the sign."""
-    numbers = (numbers + 1) * _GOLDEN
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        numbers = (numbers ^ (numbers >> shift)) * factor
-    return numbers ^ (numbers >> 31)
+        flat = flat[:: max(1, -(-len(flat) // _SAMPLE))]
+    flat = flat.contiguous().cpu()
+    return blake2b(string_at(flat.data_ptr(), flat.nbytes), digest_size=8).hexdigest()
 
 
 def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | None = None) -> Any:

@@ -1,15 +1,10 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them.
-`validate_tensors` refuses what cannot be a query, key and value, `validate_tensor` one of them.
-`AGREED` and `agreed` have the ranks agree on what a module was given, `tell_ranks` tells them of a
-failure on the way to attention, and `telling_ranks` calls what may fail.
-`LENGTHS`, an operator too, `lengths_of_mask` and `padding` tell the lengths that a padding mask
-stands for, and `check_padding_mask` refuses what is none.
-`gelu_norm` is the layer norm of a GELU by one kernel, as an operator (`GELU_NORM`).
-`apply_function`, `once_differentiable` and `refuse_tangents` are what any autograd function here
-needs.
+importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
+a module was given) and `GELU_NORM`. `validate_tensors` and `check_padding_mask` refuse arguments;
+`tell_ranks` and `telling_ranks` raise a failure on the way to attention on every rank.
+`apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
 from .agreed import (

@@ -36,38 +36,18 @@ def _agreed(tensor: torch.Tensor, name: str, group: str) -> torch.Tensor:
     return tensor.clone()
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return gradient, None, None
-
-
 implement(_library, AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
-torch.library.register_autograd(AGREED, _backward, lib=_library)
-
-
-_TRACES_NO_RAISE = torch.__version__ < "2.13"  # as versions compare, not as text
-"""torch 2.11's tracer fails where an exception that was caught is raised, and does not show it."""
-
-
-@untraced
-def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -> None:
-    agree(name, exchange_named(group_name(group)), None, failure, device)
-
+torch.library.register_autograd(AGREED, lambda ctx, grad: (grad, None, None), lib=_library)
 
 T = TypeVar("T")
 
 
 def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more: Any) -> T:
-    """What a function on the way to `dilated_attention` returns; the ranks are told if it fails.
+    """Call a function on the way to `dilated_attention`; the ranks of `group` are told if it fails.
 
     A rank that raised alone would leave the others waiting for it, and its next call would be
     taken for this one. Not for functions in which ranks of the group wait for each other. Where
     torch.compile traces, the function is called as it is.
-
-    Args:
-        group: the ranks that share each sequence.
-        function: of this rank.
-        rows: its first argument.
-        more: the others.
     """
     if torch.compiler.is_compiling():
         return function(rows, *more)
@@ -81,16 +61,17 @@ def telling_ranks(group: Group, function: Callable[..., T], rows: object, *more:
 def tell_ranks(failure: Exception, group: Group, rows: object) -> None:
     """Raise a failure on all ranks, whose next call is that of `dilated_attention`.
 
+    On the others it is a `ValueError` that names this rank; `rows` is an argument, a tensor or not.
     While torch.compile traces, nothing is told: what is not compiled then runs again.
-
-    Args:
-        failure: of this rank; on the others it is a `ValueError` that names this one.
-        group: the ranks that share each sequence.
-        rows: what this rank was given, a tensor or anything else.
     """
     if not torch.compiler.is_compiling():
         device = rows.device if isinstance(rows, torch.Tensor) else torch.device("cpu")
-        agree("dilated_attention", exchange_named(group_name(group)), None, failure, device)
+        _refuse(failure, "dilated_attention", group, device)
+
+
+@untraced
+def _refuse(failure: Exception, name: str, group: Group, device: torch.device) -> None:
+    agree(name, exchange_named(group_name(group)), None, failure, device)
 
 
 def agreed(
@@ -106,21 +87,17 @@ def agreed(
         tensor: a small tensor that all that follows depends on; None if this rank refused.
         name: the module that was called, for messages.
         group: the ranks that share each sequence.
-        failure: why this rank refused its arguments; None if it did not. While torch.compile
-            traces it is raised at once: with ``fullgraph=True`` compilation fails, and else the
-            module runs without being compiled, and tells the other ranks.
-        device: where the arguments are.
+        failure: why this rank refused its arguments; None if it did not. Under torch.compile the
+            ranks are told outside of the graph: with ``fullgraph=True`` compilation fails.
+        device: of the arguments.
 
     Returns:
         The tensor, or a copy of it.
     """
-    if not torch.compiler.is_compiling():
-        ends = exchange_named(group_name(group))
-        agree(name, ends, None if failure else {}, failure, device)
-    elif failure is not None:
-        if _TRACES_NO_RAISE:
-            _refuse(failure, name, group, device)
-        raise failure
+    if failure is not None:
+        _refuse(failure, name, group, device)
+    elif not torch.compiler.is_compiling():
+        agree(name, exchange_named(group_name(group)), {}, None, device)
     elif tensor is not None and group is not None:
         tensor = AGREED(tensor, name, group_name(group))
     assert tensor is not None
@@ -159,17 +136,11 @@ implement(_library, LENGTHS, _lengths, _fake_lengths)
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:
-    """Raise unless this can be the shard of a padding mask.
-
-    Raises:
-        TypeError: it is no tensor, or not boolean.
-        ValueError: it has another shape than (batch, local_length), or another device.
-    """
+    """Raise a `TypeError` or `ValueError` unless this can be the shard of a padding mask."""
     refuse_in_traces("key_padding_mask")
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"key_padding_mask must be a tensor, got {in_brief(mask)}")
-    if mask.is_nested or mask.layout != torch.strided:
-        raise TypeError("key_padding_mask must be a dense tensor, not a sparse or nested one")
+    is_tensor = isinstance(mask, torch.Tensor)
+    if not is_tensor or mask.is_nested or mask.layout != torch.strided:
+        raise TypeError(f"key_padding_mask must be a dense tensor, got {in_brief(mask)}")
     if mask.dtype != torch.bool:
         raise TypeError(
             "key_padding_mask must be boolean, True where a position is padding; got "
@@ -207,14 +178,11 @@ def lengths_of_mask(
         ends: this rank's end of the group.
         layout: which rank holds which positions; None: contiguous equal shards.
         scope: of the call that this is part of, as `Calls.enter` returns it.
-        refusal: the message for a mask that is no right padding, with ``{}`` for where.
+        refusal: the message for a mask that is no right padding, with ``{}`` for where; a
+            `ValueError` on every rank.
 
     Returns:
         The number of valid positions of each row of the batch, the same on every rank.
-
-    Raises:
-        ValueError: on every rank, if the valid positions of a row are not the first ones of the
-            whole sequence.
     """
     batch, length = mask.shape
     if layout is None:
@@ -236,46 +204,8 @@ def lengths_of_mask(
     return lengths
 
 
-class KnownLengths:
-    """The lengths that masks stand for, for the layers that come behind the one that asked.
-
-    torch counts most writes to a tensor, but not all: a broadcast, or one through `Tensor.data`. So
-    a layer that comes again asks again: what is kept is from the last pass of its model.
-    """
-
-    def __init__(self) -> None:
-        self._found: Any = WeakTensorKeyDictionary()  # by tensor, not by its address
-
-    def __len__(self) -> int:
-        """The number of masks."""
-        return len(self._found)
-
-    def get(
-        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None
-    ) -> list[int] | None:
-        """The lengths of a mask that is not sharded; None where the caller has to ask."""
-        found = None if mask.is_inference() else self._found.get(mask)
-        if found is None or found[:2] != (mask._version, layout) or id(caller) in found[3]:
-            return None
-        found[3].add(id(caller))
-        lengths: list[int] = found[2]
-        return lengths
-
-    def keep(
-        self, caller: object, mask: torch.Tensor, layout: SequenceLayout | None, lengths: list[int]
-    ) -> None:
-        """Keep the lengths of a mask, which the caller has asked for."""
-        if not mask.is_inference():  # whose writes are not counted
-            self._found[mask] = mask._version, layout, lengths, {id(caller)}
-
-    def forget(self) -> None:
-        """Drop everything."""
-        if self._found:
-            self._found = WeakTensorKeyDictionary()
-
-
-KNOWN_LENGTHS = KnownLengths()
-"""Of all masks of this process."""
+KNOWN_LENGTHS: Any = WeakTensorKeyDictionary()
+"""By mask: its version, the layout, the lengths, and the layers that have asked for them."""
 
 
 def padding(
@@ -288,15 +218,16 @@ def padding(
     """A mask as a layer hands it to `dilated_attention`, or the lengths that it stands for.
 
     Reading a mask makes the host wait for everything queued on the device, and a model gives all
-    its layers the same mask. So the first layer reads it for those that follow. It is read again
-    when a layer comes again, or after a backward: not all writes to a tensor can be seen.
+    its layers the same mask: the first layer reads it for those that follow. torch counts most
+    writes to a tensor, but not all (a broadcast, or one through `Tensor.data`). So a mask is read
+    again when a layer comes again, or after a backward.
 
     Args:
         caller: the layer.
         mask: None, or what `dilated_attention` takes as `key_padding_mask`.
-        query: of the call.
-        layout: of the call.
-        group: of the call.
+        query: of the call, as are `layout` and `group`.
+        layout: see `query`.
+        group: see `query`.
 
     Returns:
         The argument by its name.
@@ -311,12 +242,16 @@ def padding(
         return given
     check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
     refuse_in_graphs("key_padding_mask", "pass lengths")
-    lengths = KNOWN_LENGTHS.get(caller, mask, layout)
-    if lengths is None:
+    counted = not mask.is_inference()  # whether torch counts writes to it
+    kept: Any = KNOWN_LENGTHS.get(mask) if counted else None
+    if kept is None or kept[:2] != (mask._version, layout) or id(caller) in kept[3]:
         with ends.calls.enter("dilated_attention", "key_padding_mask") as scope:
             lengths = lengths_of_mask(mask, ends, layout, scope)
-        KNOWN_LENGTHS.keep(caller, mask, layout, lengths)
-    return {"lengths": lengths}
+        kept = mask._version if counted else 0, layout, lengths, set()
+        if counted:
+            KNOWN_LENGTHS[mask] = kept
+    kept[3].add(id(caller))
+    return {"lengths": kept[2]}
 
 
 def refuse_in_graphs(what: str, instead: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,8 +17,7 @@ GELU_NORM = define(
     "gelu_norm(Tensor rows, Tensor weight, Tensor bias, float eps) "
     "-> (Tensor normed, Tensor statistics)",
 )
-"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`, but for any
-strides."""
+"""(rows, weight, bias, eps) -> (normed, statistics); see `kernels.gelu_norm`; of any strides."""
 GELU_NORM_BACKWARD = define(
     _library,
     "gelu_norm_backward(Tensor dnormed, Tensor rows, Tensor weight, Tensor bias, "
@@ -46,7 +45,7 @@ def gelu_norm(
 
 
 class _GeluNorm(torch.autograd.Function):
-    """Saved: rows, weight, and the mean and the deviation of each row's GELU."""
+    """Saved: rows, weight, bias, and the mean and the deviation of each row's GELU."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
@@ -63,43 +62,34 @@ class _GeluNorm(torch.autograd.Function):
         def gradient(*x: torch.Tensor) -> Any:
             return GELU_NORM_BACKWARD(*x)
 
-        found = once_differentiable("a GELU and its norm", gradient, dnormed, *ctx.saved_tensors)
-        return *found, None
+        saved = ctx.saved_tensors
+        return *once_differentiable("a GELU and its norm", gradient, dnormed, *saved), None
 
 
-def _forward(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+_Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, weight, bias = (x.contiguous() for x in inputs[:3])
     with kernels_on(rows.device):
-        return kernels.gelu_norm.gelu_norm_forward(
-            rows.contiguous(), weight.contiguous(), bias.contiguous(), eps
-        )
+        return kernels.gelu_norm.gelu_norm_forward(rows, weight, bias, inputs[3])
 
 
 def _backward(
-    dnormed: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    statistics: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dnormed: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: Any
+) -> _Three:
+    given = (x.contiguous() for x in (dnormed, rows, weight, *rest))
     with kernels_on(rows.device):
-        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(
-            dnormed.contiguous(), rows.contiguous(), weight.contiguous(), statistics
-        )
+        drows, dweight, dbias = kernels.gelu_norm.gelu_norm_backward(*given)
     return drows, dweight.to(weight.dtype), dbias.to(bias.dtype)
 
 
-def _fake_forward(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(rows: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     count = rows.numel() // rows.shape[-1]
     return rows.new_empty(rows.shape), rows.new_empty((count, 2), dtype=torch.float32)
 
 
-def _fake_backward(
-    dnormed: torch.Tensor, *inputs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(dnormed: torch.Tensor, *inputs: torch.Tensor) -> _Three:
     rows, weight, bias, _ = (x.new_empty(x.shape) for x in inputs)
     return rows, weight, bias
 

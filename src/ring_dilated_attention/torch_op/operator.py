@@ -14,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,38 +43,30 @@ def validate_tensors(
 ) -> None:
     """Raise a `TypeError` or `ValueError` unless these can be a query, key and value.
 
-    Args:
-        query: the query of a call.
-        key: the key of a call.
-        value: the value of a call.
-        same_length: whether the query must have as many rows as the keys.
+    With `same_length` the query must have as many rows as the keys.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    given = {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
         validate_tensor(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
-        got = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        got = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
         raise ValueError(
             f"query, key and value must have one dtype; got {got}. Cast them, or make the call "
             "under torch.autocast"
         )
     if not query.device == key.device == value.device:
-        got = f"query {query.device}, key {key.device}, value {value.device}"
+        got = ", ".join(f"{name} {x.device}" for name, x in given.items())
         raise ValueError(f"query, key and value must have one device; got {got}")
     problem = _shape_problem(query.shape, key.shape, value.shape, same_length)
     if problem is not None:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        got = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
         raise ValueError(
-            f"{problem}; got {shapes}. Shapes are (batch, local_sequence, heads, head_dim)"
+            f"{problem}; got {got}. Shapes are (batch, local_sequence, heads, head_dim)"
         )
 
 
 def validate_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise a `TypeError` or `ValueError` unless this can be a query, key or value.
-
-    Args:
-        name: of the argument, for messages.
-        tensor: what was given.
-    """
+    """Raise a `TypeError` or `ValueError` unless this can be the query, key or value `name`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
     if is_dtensor(tensor):
@@ -88,7 +80,7 @@ def validate_tensor(name: str, tensor: torch.Tensor) -> None:
             f"got shape {shape_in_brief(tensor)}"
         )
     if tensor.dtype not in _DTYPES:
-        allowed = ", ".join(str(d) for d in _DTYPES)
+        allowed = ", ".join(map(str, _DTYPES))
         raise TypeError(f"the dtype of {name} must be one of {allowed}; got {tensor.dtype}")
 
 
@@ -214,7 +206,7 @@ class RingDilatedAttention(torch.autograd.Function):
         return *gradients, *[None] * (2 + len(options))
 
 
-# In what follows, `measured` and `borders` come first of the options.
+_Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _forward(
@@ -271,7 +263,7 @@ def _by_rows(
 
 
 def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
-    """The number of a call, where there is a group; where there is none, nothing to wait for."""
+    """The number of a call, where there is a group; else nothing to wait for."""
     if not group:
         return torch.empty(0, dtype=torch.int64, device=query.device)
     if number is None:
@@ -279,19 +271,12 @@ def _identity(group: str, query: torch.Tensor, number: int | None = None) -> tor
     return torch.scalar_tensor(number, dtype=torch.int64)
 
 
-_ONE_MORE = 8
-"""Columns that make room for one: kernels take multiples of 8."""
+_ONE_MORE = 8  # columns that make room for one: kernels take multiples of 8
 
 
-def _with_dlse(
-    dout: torch.Tensor,
-    dlse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-) -> list[torch.Tensor]:
+def _with_dlse(dlse: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """dout, query, key, value and out whose backward is that of dout and dlse: see above."""
+    dout, query, key, value, out = tensors
     room = 0, _ONE_MORE - 1
     column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
     pad = torch.nn.functional.pad
@@ -303,19 +288,11 @@ def _with_dlse(
     ]
 
 
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    identity: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _Three:
+    query, key, value, out, lse, identity, *options = inputs
     named = _options(*options)
-    KNOWN_LENGTHS.forget()
+    if KNOWN_LENGTHS:
+        KNOWN_LENGTHS.clear()
     ends = exchange_named(named.group)
     refuse_capture("dilated_attention", ends, query.device)
     forward = int(identity) if named.group else 0
@@ -325,7 +302,7 @@ def _backward(
         tensors, head_dim = [dout, query, key, value, out, lse], query.shape[3]
         if dlse is not None:
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
-            tensors[:5] = _with_dlse(dout, dlse, query, key, value, out)
+            tensors[:5] = _with_dlse(dlse, tensors[:5])
         resolved = resolve(named, tensors[0], ends)
         if resolved.heads is not None:
             swap = HeadExchange(resolved.heads, ends)
@@ -339,9 +316,8 @@ def _backward(
         return dquery, dkey, dvalue
 
 
-def _options(
-    measured: torch.Tensor | None, borders: torch.Tensor | None, *options: Any
-) -> FlatOptions:
+def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:
+    """The options of an operator, in which integers in tensors take their place."""
     named = FlatOptions(*options)
     if measured is not None:
         refuse_in_graphs("lengths in a tensor", "pass a list of ints")
@@ -353,10 +329,10 @@ def _options(
 
 
 def _fake_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+    query: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     batch, length, num_heads, head_dim = query.shape
-    named = FlatOptions(*options[2:])
+    named = FlatOptions(*inputs[4:])  # behind key, value, measured and borders
     ends = exchange_named(named.group)
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
         check_integers(named, query.shape, ends)
@@ -377,17 +353,10 @@ def _fake_forward(
     return query.new_empty(query.shape), lse, _identity(named.group, query), of_heads
 
 
-def _fake_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_backward(dout: torch.Tensor, *inputs: Any) -> _Three:
     batch, length, _, head_dim = dout.shape
-    of_keys = batch, length, rest[-1], head_dim  # the last option is the number of KV heads
-    return query.new_empty(dout.shape), key.new_empty(of_keys), value.new_empty(of_keys)
+    of_keys = batch, length, inputs[-1], head_dim  # the last option is the number of KV heads
+    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
 
 
 implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
@@ -399,20 +368,12 @@ implement(_library, BACKWARD, _backward, _fake_backward)
 # 10 * head_dim in backward. What a kernel throws away (masked scores of a causal tile) is no work.
 
 
-def _forward_flops(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    measured: Sequence[int] | None,
-    borders: Sequence[int] | None,
-    *options: Any,
-    **_: Any,
-) -> int:
+def _forward_flops(query: Sequence[int], key: Sequence[int], *rest: Any, **_: Any) -> int:
     """Operations of `FORWARD`, whose arguments these are; shapes stand for the tensors.
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in options)
+    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in rest[3:])
     shape = tuple(map(int, query))
     ends = exchange_named(flat.group)
     flops = 0
@@ -425,58 +386,43 @@ def _forward_flops(
     return flops
 
 
-def _backward_flops(
-    dout: Sequence[int],
-    dlse: Sequence[int] | None,
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    out: Sequence[int],
-    lse: Sequence[int],
-    identity: Sequence[int],
-    *options: Any,
-    **_: Any,
-) -> int:
+def _backward_flops(dout: Sequence[int], dlse: Any, *inputs: Any, **_: Any) -> int:
     """Operations of `BACKWARD`: scores again, and a product each for dq, dk, dv and d scores."""
-    return _forward_flops(dout, key, value, *options) // 2 * 5
+    return _forward_flops(dout, *inputs[1:3], *inputs[6:]) // 2 * 5
 
 
-def _register_flops(counter: ModuleType) -> None:
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register_flops(counter: Any) -> None:
     operators = torch.ops.ring_dilated_attention
     counter.register_flop_formula(operators.forward)(_forward_flops)
     counter.register_flop_formula(operators.backward)(_backward_flops)
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds a module as the other finders do, once, and runs a function on it when it is loaded."""
+    """Finds the counter as the other finders do, once, and registers formulas when it is loaded."""
 
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self._name, self._function = name, function
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """See `MetaPathFinder`."""
-        if fullname != self._name or self not in sys.meta_path:
+        if name != _COUNTER or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        load, function = spec.loader.exec_module, self._function
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            function(module)
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _register_flops(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 # Importing the counter imports Triton, which reads TRITON_INTERPRET then, or warns that there is
 # none. So the formulas are registered when somebody else has imported it: now, or later.
-_COUNTER = "torch.utils.flop_counter"
 if _COUNTER in sys.modules:
     _register_flops(sys.modules[_COUNTER])
 else:
-    sys.meta_path.insert(0, _AfterImport(_COUNTER, _register_flops))
+    sys.meta_path.insert(0, _AfterImport())

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange import Group, one_group, resolve_exchange, settle
-from ..functional import dilated_attention
 from ..layout import SequenceLayout
-from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
-from ..nn.modules import check_rows, hooks_of, is_plain
+from ..nn import MultiheadDilatedAttention
+from ..nn.modules import hooks_of, is_plain
 from ..nn.norm import normalize
 from ..options import BranchGradients, Schedule, check_options
-from ..parallel import is_fully_sharded
-from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, in_brief
+from ..pattern import HeadOffsets, check_positive_float, in_brief
 from ..tiles import Backend
-from ..torch_op import padding, telling_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
@@ -37,8 +34,8 @@ __all__ = ["TorchscaleDilatedAttention", "replace_dilated_attention", "set_layou
 _OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
 """Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
 
-_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-"""Of torchscale's `DilatedAttention`."""
+_SUBMODULES = ("k_proj", "v_proj", "q_proj", "out_proj", "inner_attn_ln")
+"""Of torchscale's `DilatedAttention`, in its order."""
 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
 """What models call a parameter that they put before their sequence."""
@@ -67,7 +64,7 @@ class _OfGroup(nn.Module):
         return new
 
 
-class TorchscaleDilatedAttention(_OfGroup):
+class TorchscaleDilatedAttention(_OfGroup, MultiheadDilatedAttention):
     """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
 
     By default it computes what weights trained with torchscale expect: blocked head offsets, short
@@ -136,50 +133,37 @@ class TorchscaleDilatedAttention(_OfGroup):
         exchange: Schedule = "auto",
         backend: Backend | None = None,
     ) -> None:
-        super().__init__()
         if encoder_decoder_attention or not self_attention:
             raise ValueError(
                 "only self-attention is dilated: self_attention must be True and "
                 f"encoder_decoder_attention False; got {self_attention!r} and "
                 f"{encoder_decoder_attention!r}"
             )
-        for name in ("xpos_rel_pos", "multiway"):
-            _refuse_unsupported(f"args.{name}", getattr(args, name, None))
+        names = "xpos_rel_pos", "multiway"
+        _refuse_unsupported(**{f"args.{name}": getattr(args, name, None) for name in names})
+        group = one_group(group, mesh)
         if getattr(args, "seq_parallel", False) and group is None:
             raise ValueError(
                 "args.seq_parallel is True: pass group=, the ranks that share each sequence, or "
                 "set it to False; got group=None"
             )
+        if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
-        check_options(exchange=exchange, backend=backend, branch_gradients=branch_gradients)
-        self.args = args
-        self.embed_dim, self.num_heads, _, self.head_dim = check_head_sizes(
-            embed_dim, num_heads, None
-        )
-        self.scaling = self.head_dim**-0.5
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-            raise TypeError(f"dropout must be a number, got {dropout!r}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
-        self.dropout = float(dropout)
-        self.self_attention = True
-        self.encoder_decoder_attention = False
-        self.pattern = DilatedPattern(
-            _ints_of(args, "segment_length"),
-            _ints_of(args, "dilated_ratio"),
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths=_ints_of(args, "segment_length"),
+            dilation_rates=_ints_of(args, "dilated_ratio"),
             head_offsets=head_offsets,
             zero_keys=zero_keys,
+            branch_gradients=branch_gradients,
+            exchange=exchange,
+            backend=backend,
         )
-        self.branch_gradients = branch_gradients
-        self.group = one_group(group, mesh)
-        self.layout = layout
-        self.exchange = exchange
-        self.backend = backend
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.args, self.dropout = args, float(dropout)
+        self.group, self.layout = group, layout
         self.inner_attn_ln = (
             nn.LayerNorm(
                 embed_dim, eps=check_positive_float("args.layernorm_eps", args.layernorm_eps)
@@ -187,15 +171,19 @@ class TorchscaleDilatedAttention(_OfGroup):
             if subln
             else None
         )
+        # In torchscale's order, by which the state dict of an optimizer goes.
+        made = self._modules
+        self._modules = {name: made[name] for name in _SUBMODULES if name in made}
 
     def reset_parameters(self) -> None:
         """Set torchscale's initial weights: Xavier-uniform, gain sqrt(1/2) for q, k and v."""
         for linear in (self.k_proj, self.v_proj, self.q_proj):
+            linear.reset_parameters()
             nn.init.xavier_uniform_(linear.weight, gain=math.sqrt(0.5))
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
@@ -229,46 +217,34 @@ class TorchscaleDilatedAttention(_OfGroup):
             ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
                 training mode, and see `dilated_attention`.
         """
-        for name, given in (
-            ("incremental_state", incremental_state),
-            ("attn_mask", attn_mask),
-            ("rel_pos", rel_pos),
-            ("is_first_step", is_first_step),
-        ):
-            _refuse_unsupported(name, given)
+        _refuse_unsupported(
+            incremental_state=incremental_state,
+            attn_mask=attn_mask,
+            rel_pos=rel_pos,
+            is_first_step=is_first_step,
+        )
         if self.dropout and self.training:
             raise ValueError(
                 "attention dropout is refused until it is exact and reproducible across ranks; set "
                 f"dropout to 0.0, or call eval(); got dropout {self.dropout} in training mode"
             )
-        layers = self.q_proj, self.k_proj, self.v_proj
-
-        def heads(*inputs: Tensor) -> list[Tensor]:
-            for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
-                check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
-            return project_heads(layers, inputs, self.head_dim)
-
-        told = None if any(map(is_fully_sharded, layers)) else self.group
-        q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
-        mask = None if self.ignores_padding_mask else key_padding_mask
-        attended: Tensor = dilated_attention(
-            q_bnhd,
-            k_bnhd,
-            v_bnhd,
-            self.pattern,
+        return super().forward(
+            query,
+            key,
+            value,
             is_causal=is_causal,
-            **padding(self, mask, q_bnhd, self.layout, self.group),
+            key_padding_mask=None if self.ignores_padding_mask else key_padding_mask,
             group=self.group,
             layout=self.layout,
-            exchange=self.exchange,
-            backend=self.backend,
-            branch_gradients=self.branch_gradients,
-            head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
-        attended = attended.flatten(2)
+
+    def combine(self, out_bnhd: Tensor) -> Tensor:
+        """As of `MultiheadDilatedAttention`, with torchscale's norm."""
+        out_bne = out_bnhd.flatten(2)
         if (norm := self.inner_attn_ln) is not None:
-            attended = normalize(norm, attended) if is_plain(norm, nn.LayerNorm) else norm(attended)
-        return self.out_proj(attended), None
+            out_bne = normalize(norm, out_bne) if is_plain(norm, nn.LayerNorm) else norm(out_bne)
+        combined: Tensor = self.out_proj(out_bne)
+        return combined
 
 
 def replace_dilated_attention(
@@ -424,12 +400,13 @@ def _replacement(
     return new
 
 
-def _refuse_unsupported(name: str, given: Any) -> None:
-    """Raise a `ValueError` unless an argument of `_UNSUPPORTED` is None or False."""
-    if given is not None and given is not False:
-        raise ValueError(
-            f"{name} must be None or False: {_UNSUPPORTED[name]}; got {in_brief(given)}"
-        )
+def _refuse_unsupported(**arguments: Any) -> None:
+    """Raise a `ValueError` unless these arguments, of `_UNSUPPORTED`, are None or False."""
+    for name, given in arguments.items():
+        if given is not None and given is not False:
+            raise ValueError(
+                f"{name} must be None or False: {_UNSUPPORTED[name]}; got {in_brief(given)}"
+            )
 
 
 def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:

@@ -32,7 +32,7 @@ from ..pattern import (
     in_brief,
 )
 from ..tiles import Backend
-from ..torch_op import telling_ranks
+from ..torch_op import padding, telling_ranks
 from .heads import check_head_sizes, project_heads, slice_of_heads
 from .modules import check_rows, without_weights
 from .norm import LayerNorm
@@ -263,18 +263,12 @@ class MultiheadDilatedAttention(nn.Module):
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         if attend is not None:
             return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
-        out_bnhd = self.attend(
-            q_bnhd,
-            k_bnhd,
-            v_bnhd,
-            is_causal=is_causal,
-            documents=documents,
-            lengths=lengths,
-            key_padding_mask=key_padding_mask,
-            group=group,
-            layout=layout,
-        )
-        return self.combine(out_bnhd), None
+        options = {"is_causal": is_causal, "documents": documents, "group": group, "layout": layout}
+        if lengths is None:  # the first layer of a model reads a mask for all of them
+            options |= padding(self, key_padding_mask, q_bnhd, layout, group)
+        else:
+            options |= {"lengths": lengths, "key_padding_mask": key_padding_mask}
+        return self.combine(self.attend(q_bnhd, k_bnhd, v_bnhd, **options)), None
 
     # The three parts of forward: the first and the last treat every row alone.
     # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.

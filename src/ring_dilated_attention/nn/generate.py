@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
@@ -68,7 +66,6 @@ class GenerateOptions(TypedDict, total=False):
         temperature: as for `Sampler`; 0, the default, always takes the most likely token.
         top_k: as for `Sampler`; None, the default: all tokens.
         top_p: as for `Sampler`; None, the default: all tokens.
-        allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
         stop_token: a row that has produced it goes on with this token alone, and generation
             ends when all rows have; checking that waits for the device in every step. None, the
             default: there is none.
@@ -95,7 +92,6 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
-    allowed: Tensor | None
     stop_token: int | None
     seed: int
     lengths: Integers | None
@@ -211,8 +207,7 @@ class TokenGenerator(nn.Module):
         """Read a prompt: logits of the token that follows it; the caches then hold the prompt.
 
         `forward`, whose keys and values each block hands to its cache and drops. Without gradients.
-        Every rank of the caches' group makes the call, with its shard. If a block fails, all of the
-        caches are empty.
+        Every rank of the caches' group makes the call, with its shard.
 
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
@@ -231,8 +226,7 @@ class TokenGenerator(nn.Module):
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one;
                 raised on every rank.
         """
-        _check_caches(self, caches)
-        ends = caches[0].exchange
+        blocks, ends = _blocks_with(self, caches), caches[0].exchange
         check = partial(_check_tokens, self, tokens, caches)
         found = agreed_positions(tokens, documents, ends, layout, lengths, check)
         options: dict[str, Any] = {
@@ -240,23 +234,17 @@ class TokenGenerator(nn.Module):
             "lengths": found.lengths,
             "layout": layout,
         }
+        for cache in caches:  # else, if a block fails, some would hold the prompt before
+            cache.reset()
 
-        def attend(
-            block: Block, cache: DilatedKVCache, query: Tensor, key: Tensor, value: Tensor
-        ) -> Tensor:
-            query, key, value = autocast_inputs(query, key, value)
+        def attend(block: Block, cache: DilatedKVCache, *heads: Tensor) -> Tensor:
+            query, key, value = autocast_inputs(*heads)
             out = block.attention.attend(query, key, value, is_causal=True, group=ends, **options)
             cache.prefill(key, value, **options)
             return out
 
-        try:
-            attends = [partial(attend, *pair) for pair in zip(_blocks(self), caches, strict=True)]
-            hidden = _through(self, tokens, found.rotary[None], attends)
-        except BaseException:  # some caches have the prompt, and others do not
-            for cache in caches:
-                with suppress(RuntimeError):  # of a device that has failed: the first one says more
-                    cache.reset()
-            raise
+        attends = [partial(attend, *pair) for pair in zip(blocks, caches, strict=True)]
+        hidden = _through(self, tokens, found.rotary[None], blocks, caches, attends)
         total = whole_length(tokens, ends.world_size, layout)
         lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
         layout = layout or SequenceLayout.contiguous(total, ends.world_size)
@@ -268,9 +256,8 @@ class TokenGenerator(nn.Module):
 
         Without gradients. Positions come from the caches' `lengths`, on their device, and nothing
         waits for it. Several tokens per row, as in speculative decoding, cost little more than one;
-        `DilatedKVCache.rewind` takes back those that are rejected. A step that fails leaves the
-        caches as they were, so that it can be tried again; one of m tokens, m > 1, only where the
-        `max_rewind` of the caches is at least m - 1.
+        `DilatedKVCache.rewind` takes back those that are rejected. After a step that failed, begin
+        again with `prefill`: some of the caches may hold its tokens.
 
         Args:
             tokens: int64, shape (batch, m), m from 1 on: of the next m positions of every row, the
@@ -293,32 +280,31 @@ class TokenGenerator(nn.Module):
             >>> model.step(logits.argmax(-1, keepdim=True), caches).shape
             torch.Size([1, 1, 256])
         """
-        _check_caches(self, caches)
+        blocks = _blocks_with(self, caches)
         check_tokens(tokens, "(batch, m)")
-        count = tokens.shape[1]
-        if not count:
+        if not tokens.shape[1]:
             raise ValueError(
                 f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
             )
+        held = {cache.known_lengths for cache in caches}
+        if len(held) > 1:
+            raise ValueError(
+                "the caches of all blocks must hold the same positions; got "
+                f"{' and '.join(str(list(x[:8])) for x in sorted(held))}: rewind, select and reset "
+                "them all, and call prefill after a step that failed"
+            )
         _check_tokens(self, tokens, caches, waits=False)
         positions = caches[0].lengths.unsqueeze(1)
-        if count > 1:
-            positions = positions + torch.arange(count, device=positions.device)
-        shared, before = Step(), [cache.known() for cache in caches]
+        if tokens.shape[1] > 1:
+            positions = positions + torch.arange(tokens.shape[1], device=positions.device)
+        shared = Step()
         attends = [
             partial(
                 cached_attention, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
             )
-            for layer, cache in zip((x.attention for x in _blocks(self)), caches, strict=True)
+            for layer, cache in zip((x.attention for x in blocks), caches, strict=True)
         ]
-        try:
-            return self.logits(_through(self, tokens, positions, attends))
-        except BaseException:  # some caches have these positions, and others do not
-            for cache, known in zip(caches, before, strict=True):
-                if cache.known() != known and count <= cache.plan.max_rewind + 1:
-                    with suppress(RuntimeError):  # as in `prefill`
-                        cache.set_known(known, count)
-            raise
+        return self.logits(_through(self, tokens, positions, blocks, caches, attends))
 
     def stream(
         self, tokens: Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]
@@ -351,7 +337,6 @@ class TokenGenerator(nn.Module):
                 len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
             )
             in_graph = _captures(capture, self, caches, max_new_tokens)
-            allowed = given.get("allowed")
             agreed.on(
                 {
                     "max_new_tokens": max_new_tokens,
@@ -359,7 +344,6 @@ class TokenGenerator(nn.Module):
                     "sharded": sharded,
                     "capture": capture,
                     **{x: getattr(sampler, x) for x in ("temperature", "top_k", "top_p", "seed")},
-                    "allowed": None if allowed is None else _digest(allowed),
                 }
             )
         logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
@@ -411,15 +395,46 @@ class TokenGenerator(nn.Module):
 
 
 def _blocks(model: TokenGenerator) -> list[Block]:
+    """The blocks; raises a `ValueError` for attention that does not go through a cache."""
     blocks = cast("list[Block]", model.blocks)
     for index, block in enumerate(blocks):
-        if not hasattr(block.attention, "attend"):  # a wrapper of torch's hands attributes on
+        layer = block.attention
+        if not hasattr(layer, "attend"):  # a wrapper of torch's hands attributes on
             raise ValueError(
                 f"blocks[{index}].attention must be a MultiheadDilatedAttention to generate; got a "
-                f"{type(block.attention).__name__}"
+                f"{type(layer).__name__}"
+            )
+        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
+            raise ValueError(
+                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
+                "does not call: generate by forward of the whole text, or change project or "
+                "combine in its place"
             )
         if model.chunk_rows is not None:  # on every rank, however many rows it has
             block.refuse_own_call()
+    return blocks
+
+
+def _blocks_with(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> list[Block]:
+    """The blocks; raises unless each has a cache of its own, of its pattern."""
+    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
+        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
+    blocks = _blocks(model)
+    if not len(blocks) == len(caches) == len({id(cache) for cache in caches}):
+        raise ValueError(
+            f"each of {len(blocks)} blocks needs a cache of its own; got {len(caches)} caches, "
+            f"{len({id(cache) for cache in caches})} of them different"
+        )
+    for block, cache in zip(blocks, caches, strict=True):
+        layer, plan = block.attention, cache.plan
+        if layer.head_slice is not None or plan.pattern is not layer.pattern:  # in every step
+            pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
+            if plan.pattern != pattern:
+                raise ValueError(
+                    f"a cache must have the pattern of its block, {pattern}; got one of "
+                    f"{plan.pattern}: make the caches with make_caches of this model, and anew "
+                    "when its patterns have changed"
+                )
     return blocks
 
 
@@ -427,28 +442,24 @@ def _through(
     model: TokenGenerator,
     tokens: Tensor,
     positions: Tensor,
+    blocks: Sequence[Block],
+    caches: Sequence[DilatedKVCache],
     attends: Sequence[Attend],
 ) -> Tensor:
     """The residual stream behind the blocks, each with its attention; positions (1 or batch, m)."""
     rotation, hidden = model.rope(positions), model.embed(tokens)
-    for block, attend in zip(_blocks(model), attends, strict=True):
-        asked: list[bool] = []
-        through = partial(_asked, asked, attend)
+    for block, cache, attend in zip(blocks, caches, attends, strict=True):
+        before = cache.known_lengths
         hidden = block(
-            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=through
+            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=attend
         )
-        if not asked:  # its cache holds nothing of these tokens
+        if cache.known_lengths == before:
             raise ValueError(
                 f"the forward of a {type(block.attention).__name__} leaves its argument attend "
                 "aside, by which attention goes through the KV cache: generate by forward of the "
                 "whole text, or call it"
             )
     return hidden
-
-
-def _asked(asked: list[bool], attend: Attend, *heads: Tensor) -> Tensor:
-    asked.append(True)
-    return attend(*heads)
 
 
 def _last_rows(
@@ -469,41 +480,6 @@ def _last_rows(
     with ends.calls.enter("LongNet.prefill", "last rows") as scope:
         settle(scope, ends, hidden.device)
         return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
-
-
-def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless each block has a cache of its pattern, and all hold equally many positions."""
-    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
-        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
-    if len(caches) != len(model.blocks):
-        raise ValueError(
-            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
-        )
-    lengths = caches[0].known_lengths
-    if len({id(cache) for cache in caches}) < len(caches):
-        raise ValueError("every block needs a cache of its own; got one cache for several blocks")
-    for block, cache in zip(_blocks(model), caches, strict=True):
-        layer, plan = block.attention, cache.plan
-        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
-            raise ValueError(
-                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
-                "does not call: generate by forward of the whole text, or change project or "
-                "combine in its place"
-            )
-        if layer.head_slice is not None or plan.pattern is not layer.pattern:  # in every step
-            pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
-            if plan.pattern != pattern:
-                raise ValueError(
-                    f"a cache must have the pattern of its block, {pattern}; got one of "
-                    f"{plan.pattern}: make the caches with make_caches of this model, and anew "
-                    "when its patterns have changed"
-                )
-        if cache.known_lengths != lengths:
-            raise ValueError(
-                "the caches of all blocks must hold the same positions; the first holds "
-                f"{list(lengths[:8])}, another one {list(cache.known_lengths[:8])}: rewind, "
-                "select and reset them all"
-            )
 
 
 def _check_tokens(
@@ -542,43 +518,28 @@ def _captures(
     Raises:
         ValueError: it is asked for, and cannot be.
     """
-    if capture is False:
-        return False
     cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
     layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]
-    for cannot, why in (
-        (device.type != "cuda", f"needs a CUDA device: move model and tokens from {device}"),
-        (
-            cache.is_sharded,
-            "needs caches that every rank holds whole, and the ranks share their rows "
-            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False",
+    reasons = {
+        f"a CUDA device, not {device}": device.type == "cuda",
+        "caches that each rank holds whole, sharded=False": not cache.is_sharded,
+        "modules without hooks, which would not be called for each token": not any(
+            map(runs_hooks, modules)
         ),
-        (
-            any(map(runs_hooks, modules)),
-            "is given, but modules of the model have hooks, which a CUDA graph would not call for "
-            "each token: remove them",
+        "the decoding kernels: float16, bfloat16 or float32, and backend='auto' or 'triton'": all(
+            steps_by_kernel(cache, layer.backend) for layer in layers
         ),
-        (
-            not all(steps_by_kernel(cache, layer.backend) for layer in layers),
-            "is given, but the decoding kernels do not compute attention of this model, and only "
-            "they read positions on the device: take float16, bfloat16 or float32, and "
-            "backend='auto' or 'triton'",
-        ),
-    ):
-        if cannot and capture:
-            raise ValueError(f"capture=True {why}, or give capture=False")
-        if cannot:
-            return False
-    return capture is True or (
+    }
+    missing = [reason for reason, is_met in reasons.items() if not is_met]
+    if capture and missing:
+        raise ValueError(f"capture=True needs {' and '.join(missing)}; or give capture=False")
+    helps = (
         max_new_tokens >= CAPTURED_TOKENS
         and not torch.is_autocast_enabled(device.type)
         and not any(map(is_dtensor, model.parameters()))
     )
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(str(tensor.tolist()).encode(), digest_size=4).hexdigest()
+    return not missing and (helps if capture is None else capture)
 
 
 def _drawn(
@@ -591,39 +552,36 @@ def _drawn(
 ) -> Iterator[Tensor]:
     """Tokens, one (batch,) tensor a step."""
     finished: Tensor | None = None
-    unchecked: list[Tensor] = []
-    largest: list[Tensor] = []  # logits of those steps: a NaN is larger than all numbers
     tokens: Tensor | None = None
+    unchecked: list[tuple[Tensor, Tensor]] = []
     for left in range(max_new_tokens, 0, -1):
         with torch.no_grad():
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
-            logits = sampler.allowed(logits)
-            largest.append(logits.amax(-1))
-            tokens = sampler.draw(logits)
-        all_finished = False
+            largest = logits.amax(-1)  # a NaN is larger than all numbers
+            tokens = sampler(logits)
         if stop is not None:
             if finished is not None:
                 tokens = tokens.masked_fill(finished, stop)
             finished = tokens == stop
-            all_finished = bool(finished.all())
-        unchecked.append(tokens)
-        is_last = left == 1 or all_finished
+        unchecked.append((tokens, largest))
+        is_last = left == 1 or (finished is not None and bool(finished.all()))
         if is_last or len(unchecked) == CHECKED_STEPS:
-            _look_at(unchecked, largest, ends)
-            unchecked, largest = [], []
+            _look_at(unchecked, ends)
+            unchecked.clear()
         yield tokens.clone()  # whoever changes it in place does not change the text
         if is_last:
             return
 
 
-def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> None:
+def _look_at(steps: Sequence[tuple[Tensor, Tensor]], ends: Exchange) -> None:
     """Raise, on every rank, unless ranks drew the same tokens from logits with finite maxima."""
+    tokens, largest = map(torch.stack, zip(*steps, strict=True))
     failure = None
-    if not torch.stack(largest).isfinite().all():
+    if not largest.isfinite().all():
         failure = ValueError(
-            "logits are not finite, or -inf for all tokens that are allowed, so that none can be "
-            "drawn: look at the weights, and at the dtype"
+            "logits are not finite, so that no token can be drawn: look at the weights, and at the "
+            "dtype"
         )
-    drawn = {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
-    agree(_NAME, ends, None if failure else drawn, failure, tokens[0].device)
+    drawn = {"the last tokens drawn": tokens.tolist()} if ends.world_size > 1 else {}
+    agree(_NAME, ends, None if failure else drawn, failure, tokens.device)

@@ -90,16 +90,11 @@ class EncoderBlock(Block):
         whose intermediates do not live long, autograd holds the first projection's result alone:
         the GELU and its norm, which are cheap, run again in backward.
         """
-        if in_chunks or (
-            torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-        ):
+        modules, is_traced = (self.inner_norm, self.contract), torch.compiler.is_compiling()
+        weights = [] if is_traced else [x for module in modules for x in module.parameters()]
+        # In backward tensors of functional_call are gone.
+        if in_chunks or not all(isinstance(x, nn.Parameter) for x in weights):
             return self._normed(expanded)
-        modules = self.inner_norm, self.contract
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced and any(
-            not isinstance(x, nn.Parameter) for module in modules for x in module.parameters()
-        ):
-            return self._normed(expanded)  # in backward tensors of functional_call are gone
         if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)
         # The same without a checkpoint's hooks, which take the CPU 0.3 ms.

@@ -150,7 +150,6 @@ class Sampler:
             likely as the last of them. None, the default: all.
         top_p: draw among the fewest most likely tokens whose probabilities add up to at least this,
             in (0, 1]. None, the default: all.
-        allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
         seed: of the draws, from 0 to 2**62 - 1.
         device: where the logits are; None: torch's default.
 
@@ -171,7 +170,6 @@ class Sampler:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        allowed: Tensor | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -188,27 +186,18 @@ class Sampler:
         device = torch.get_default_device() if device is None else torch.device(device)
         self.top_k, self.top_p, self.seed = top_k, top_p, seed
         self._vocab_size = vocab_size
-        banned = None if allowed is None else _banned(allowed, vocab_size)
-        self._banned = banned.to(device) if banned is not None and banned.any() else None
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Draw among the tokens that are allowed.
+        """Draw tokens.
 
         Args:
-            logits: shape (batch, vocab_size), floating, finite for one of these tokens at least.
+            logits: shape (batch, vocab_size), floating, finite for one token at least; -inf where a
+                token must not be drawn.
 
         Returns:
             Tokens, int64, shape (batch,).
         """
-        return self.draw(self.allowed(logits))
-
-    def allowed(self, logits: Tensor) -> Tensor:
-        """Logits, (batch, vocab_size), in which tokens that are not allowed have -inf."""
-        return logits if self._banned is None else logits.masked_fill(self._banned, -torch.inf)
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """Draw by logits of `allowed`, as `__call__` does."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # A random race: a token of probability p ends after a time that is exponential with rate p,
@@ -221,7 +210,7 @@ class Sampler:
         """With which probability each token is drawn, at a temperature above 0.
 
         Args:
-            logits: shape (batch, vocab_size), floating; -inf where a token is not allowed.
+            logits: as for a draw.
 
         Returns:
             float64, shape (batch, vocab_size).
@@ -246,13 +235,3 @@ def _check_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number; got {in_brief(value)}")
     return float(value)
-
-
-def _banned(allowed: Tensor, vocab_size: int) -> Tensor:
-    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-        raise TypeError(f"allowed must be a tensor of bool; got {in_brief(allowed)}")
-    if allowed.shape != (vocab_size,):
-        raise ValueError(f"allowed must have shape ({vocab_size},); got {shape_in_brief(allowed)}")
-    if not allowed.any():
-        raise ValueError("allowed must have a token that may be drawn; got none")
-    return ~allowed

@@ -238,7 +238,7 @@ def test_logits_depend_on_no_later_token() -> None:
     [
         ({"tokens": torch.zeros(1, 4)}, TypeError, "tokens must be int64; got torch.float32"),
         ({"tokens": TOKENS[0]}, ValueError, r"got \(4,\)"),
-        ({"tokens": TOKENS - 1}, ValueError, "tokens must be from 0 to .*; got -1"),
+        ({"tokens": TOKENS - 1}, IndexError, "index out of range"),
         ({"labels": TOKENS.int()}, TypeError, "labels must be int64; got .*int32"),
         ({"labels": TOKENS[:, 1:]}, ValueError, r"the shape of tokens, \(1, 4\); got \(1, 3\)"),
         ({"layout": "zigzag"}, TypeError, "layout must be .*'zigzag'"),
@@ -411,6 +411,10 @@ def test_attention_of_a_block_is_called_or_refused(checkpoint: Any, watch: Any) 
         (
             lambda attention, _: setattr(attention, "forward", lambda x, *_, **__: (x, None)),
             "leaves its argument attend aside",
+        ),
+        (
+            lambda attention, _: setattr(attention, "attend", lambda query, *_, **__: query),
+            "MultiheadDilatedAttention has an attend of its own",
         ),
     ],
 )

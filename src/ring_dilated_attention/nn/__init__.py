@@ -8,11 +8,11 @@ from .attention import DilatedAttention, MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import attention_policy, keep_attention, map_rows
 from .config import LongNetConfig, SlideEncoderConfig
+from .generate import Sampler
 from .longnet import LongNet
-from .rope import RotaryEmbedding, Rotation, document_positions
+from .positions import RotaryEmbedding, Rotation, document_positions
 from .slide import SlideEncoder
 from .spatial import hilbert_order, inverse_order, sincos_positions
-from .tokens import Sampler
 
 __all__ = [
     "Block",

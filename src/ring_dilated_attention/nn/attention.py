@@ -246,11 +246,6 @@ class MultiheadDilatedAttention(nn.Module):
                 f"what a head sees; got {type(attn_mask).__name__}"
             )
         key_padding_mask = _as_padding(key_padding_mask)
-        if rope is not None and not callable(rope):
-            raise TypeError(
-                "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
-                f"(positions); got {in_brief(rope)}"
-            )
 
         def heads(*inputs: Tensor) -> tuple[Tensor, ...]:
             for name, tensor in zip(("query", "key", "value"), inputs, strict=True):

@@ -14,7 +14,7 @@ from ..pattern import (
     check_positive_int,
 )
 from .heads import check_head_sizes
-from .rope import RotaryEmbedding
+from .positions import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)

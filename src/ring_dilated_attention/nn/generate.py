@@ -28,16 +28,15 @@ from ..layout import SequenceLayout
 from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
+from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .block import Attend, Block
 from .config import LongNetConfig
 from .modules import runs_hooks
-from .rope import RotaryEmbedding
-from .tokens import (
-    Sampler,
+from .positions import (
+    RotaryEmbedding,
     agreed_positions,
     check_tokens,
-    check_vocabulary,
     checked_lengths,
     device_of,
     whole_length,
@@ -54,6 +53,13 @@ Each look waits for the device and costs a small collective."""
 
 CAPTURED_TOKENS = 32
 """Tokens from which on a step is captured: warming up and capturing take as long as 10 steps."""
+
+MOST_SEED = 2**62 - 1
+"""Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
+
+_LEAST = 1e-300
+"""In place of a random time of 0, which would leave the only token of a row with a quotient of inf.
+"""
 
 TakeStep: TypeAlias = Callable[[Tensor], Tensor]
 """From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
@@ -73,8 +79,6 @@ class GenerateOptions(TypedDict, total=False):
             of ranks.
         lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
             padding behind them; new tokens follow the last one. None: no padding.
-        documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
-            the last one of each row is continued. None: one document.
         group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process. All of them compute the same new tokens.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -95,7 +99,6 @@ class GenerateOptions(TypedDict, total=False):
     stop_token: int | None
     seed: int
     lengths: Integers | None
-    documents: Integers | None
     group: Group
     mesh: Group
     layout: SequenceLayout | None
@@ -201,7 +204,6 @@ class TokenGenerator(nn.Module):
         caches: Sequence[DilatedKVCache],
         *,
         lengths: Integers | None = None,
-        documents: Integers | None = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """Read a prompt: logits of the token that follows it; the caches then hold the prompt.
@@ -214,9 +216,6 @@ class TokenGenerator(nn.Module):
             caches: of `make_caches`; what they held is dropped.
             lengths: (batch,) ints, or a 1-D int32 or int64 tensor: row b has that many tokens, at
                 least 1, of the whole prompt, and padding behind them. None: no padding.
-            documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
-                the last one of each row goes on, and may then end behind the longest row. None: one
-                document.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -227,13 +226,8 @@ class TokenGenerator(nn.Module):
                 raised on every rank.
         """
         blocks, ends = _blocks_with(self, caches), caches[0].exchange
-        check = partial(_check_tokens, self, tokens, caches)
-        found = agreed_positions(tokens, documents, ends, layout, lengths, check)
-        options: dict[str, Any] = {
-            "documents": found.documents,
-            "lengths": found.lengths,
-            "layout": layout,
-        }
+        found = agreed_positions(tokens, ends, layout, lengths=lengths)
+        options: dict[str, Any] = {"lengths": found.lengths, "layout": layout}
         for cache in caches:  # else, if a block fails, some would hold the prompt before
             cache.reset()
 
@@ -293,7 +287,6 @@ class TokenGenerator(nn.Module):
                 f"{' and '.join(str(list(x[:8])) for x in sorted(held))}: rewind, select and reset "
                 "them all, and call prefill after a step that failed"
             )
-        _check_tokens(self, tokens, caches, waits=False)
         positions = caches[0].lengths.unsqueeze(1)
         if tokens.shape[1] > 1:
             positions = positions + torch.arange(tokens.shape[1], device=positions.device)
@@ -318,9 +311,9 @@ class TokenGenerator(nn.Module):
         """
         given: dict[str, Any] = dict(options)
         ends = resolve_exchange(one_group(given.pop("group", None), given.pop("mesh", None)))
-        stop, sharded, capture, lengths, documents, layout = (
+        stop, sharded, capture, lengths, layout = (
             given.pop(name, None)
-            for name in ("stop_token", "sharded", "capture", "lengths", "documents", "layout")
+            for name in ("stop_token", "sharded", "capture", "lengths", "layout")
         )
         device, vocabulary = device_of(tokens), self.config.vocab_size
         with together(_NAME, ends, device) as agreed:
@@ -346,7 +339,7 @@ class TokenGenerator(nn.Module):
                     **{x: getattr(sampler, x) for x in ("temperature", "top_k", "top_p", "seed")},
                 }
             )
-        logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
+        logits = self.prefill(tokens, caches, lengths=lengths, layout=layout)
         take: TakeStep = partial(self.step, caches=caches)
         if in_graph:
             at = caches[0].lengths
@@ -447,7 +440,8 @@ def _through(
     attends: Sequence[Attend],
 ) -> Tensor:
     """The residual stream behind the blocks, each with its attention; positions (1 or batch, m)."""
-    rotation, hidden = model.rope(positions), model.embed(tokens)
+    rotation = model.rope(positions)
+    hidden = telling_ranks(caches[0].exchange, model.embed, tokens)
     for block, cache, attend in zip(blocks, caches, attends, strict=True):
         before = cache.known_lengths
         hidden = block(
@@ -470,31 +464,14 @@ def _last_rows(
     `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
     """
     found = hidden.new_zeros(len(lasts), hidden.shape[2])
-    own = [piece for piece in layout.pieces if piece.rank == ends.rank]
-    for row, last in enumerate(lasts):
-        for piece in own:
-            if piece.start <= last < piece.stop:
-                found[row] = hidden[row, piece.local + last - piece.start]
+    positions = layout.positions(ends.rank, device=hidden.device)
+    row, local = (torch.tensor(lasts, device=hidden.device)[:, None] == positions).nonzero().mT
+    found[row] = hidden[row, local]
     if ends.world_size == 1:
         return found
     with ends.calls.enter("LongNet.prefill", "last rows") as scope:
         settle(scope, ends, hidden.device)
         return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
-
-
-def _check_tokens(
-    model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache], *, waits: bool = True
-) -> None:
-    """Raise a `ValueError` unless each row of the caches has tokens, all in the vocabulary.
-
-    On a GPU the second is looked at only if the call `waits` for it.
-    """
-    batch = len(caches[0].known_lengths)
-    if len(tokens) != batch:
-        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
-    is_plain = getattr(model.embed, "__func__", None) is TokenGenerator.embed
-    if is_plain and (waits or tokens.is_cpu):
-        check_vocabulary(tokens, model.embedding)
 
 
 def _longest_prompt(
@@ -585,3 +562,104 @@ def _look_at(steps: Sequence[tuple[Tensor, Tensor]], ends: Exchange) -> None:
         )
     drawn = {"the last tokens drawn": tokens.tolist()} if ends.world_size > 1 else {}
     agree(_NAME, ends, None if failure else drawn, failure, tokens.device)
+
+
+class Sampler:
+    """Draws a token for every row of logits.
+
+    `temperature` comes first, then `top_k`, then `top_p`, as elsewhere. Draws are computed in
+    float64 from the state of a generator of its own: equal logits give equal tokens on every rank.
+
+    Args:
+        vocab_size: number of tokens.
+        temperature: logits are divided by it; 0, the default, always takes the most likely token,
+            whatever the other options are.
+        top_k: draw among this many most likely tokens only, at most `vocab_size`, and those as
+            likely as the last of them. None, the default: all.
+        top_p: draw among the fewest most likely tokens whose probabilities add up to at least this,
+            in (0, 1]. None, the default: all.
+        seed: of the draws, from 0 to 2**62 - 1.
+        device: where the logits are; None: torch's default.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> sampler = Sampler(4, temperature=0.8, top_k=1)
+        >>> sampler(torch.tensor([[0.0, 3.0, 1.0, 2.0]]))
+        tensor([1])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        vocab_size = check_positive_int("vocab_size", vocab_size)
+        self.temperature = _check_number("temperature", temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and >= 0; got {temperature!r}")
+        if top_k is not None and check_positive_int("top_k", top_k) > vocab_size:
+            raise ValueError(f"top_k must be at most {vocab_size}; got {top_k}")
+        if top_p is not None and not 0 < _check_number("top_p", top_p) <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1; got {top_p!r}")
+        if not 0 <= check_int("seed", seed) <= MOST_SEED:
+            raise ValueError(f"seed must be from 0 to {MOST_SEED}; got {seed}")
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.top_k, self.top_p, self.seed = top_k, top_p, seed
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Draw tokens.
+
+        Args:
+            logits: shape (batch, vocab_size), floating, finite for one token at least; -inf where a
+                token must not be drawn.
+
+        Returns:
+            Tokens, int64, shape (batch,).
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        # A random race: a token of probability p ends after a time that is exponential with rate p,
+        # and wins with probability p. One of probability 0 never ends.
+        shares = self.probabilities(logits)
+        times = torch.empty_like(shares).exponential_(generator=self._generator)
+        return shares.div_(times.clamp_min_(_LEAST)).argmax(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """With which probability each token is drawn, at a temperature above 0.
+
+        Args:
+            logits: as for a draw.
+
+        Returns:
+            float64, shape (batch, vocab_size).
+        """
+        # Less the largest: a quotient by a cold temperature may be -inf, but never inf, and large
+        # logits that are nearly equal keep the digits in which they differ.
+        logits = logits.double() - logits.amax(-1, keepdim=True)
+        if self.top_k is not None and self.top_k < self._vocab_size:
+            lowest = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        shares = (logits / self.temperature).softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return shares
+        falling, order = shares.sort(descending=True, stable=True)
+        # Those that the more likely ones alone reach top_p without.
+        falling.masked_fill_(falling.cumsum(-1) - falling >= self.top_p, 0)
+        shares.scatter_(-1, order, falling)
+        return shares.div_(shares.sum(-1, keepdim=True))
+
+
+def _check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number; got {in_brief(value)}")
+    return float(value)

@@ -18,14 +18,13 @@ from ..options import Schedule, check_options
 from ..parallel import fill, is_fully_sharded
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
-from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig
 from .modules import IN_CHUNKS, check_rows, is_plain, refuse_sharded_apart, without_weights
 from .norm import LayerNorm, normalize_gelu
+from .positions import checked_lengths
 from .spatial import sincos_positions
-from .tokens import checked_lengths
 
 
 class EncoderBlock(Block):
@@ -41,33 +40,20 @@ class EncoderBlock(Block):
         backend: as for `SlideEncoder`.
     """
 
-    attention_norm: LayerNorm
-    mlp_norm: LayerNorm
-
     def __init__(self, config: SlideEncoderConfig, *, exchange: Schedule, backend: Backend) -> None:
-        super().__init__()
-        width, eps = config.embed_dim, config.norm_eps
         self.gain = math.sqrt(math.log(2 * config.num_layers))
         with without_weights(self):
-            self.attention_norm = LayerNorm(width, eps=eps)
-            self.attention = MultiheadDilatedAttention(
-                width,
-                config.num_heads,
-                segment_lengths=config.segment_lengths,
-                dilation_rates=config.dilation_rates,
-                head_offsets=config.head_offsets,
+            super().__init__(
+                config,
+                has_inner_norm=True,
                 zero_keys=config.zero_keys,
                 branch_gradients=config.branch_gradients,
                 layer_norm=True,
-                layer_norm_eps=eps,
+                layer_norm_eps=config.norm_eps,
                 gamma_init=self.gain,
                 exchange=exchange,
                 backend=backend,
             )
-            self.mlp_norm = LayerNorm(width, eps=eps)
-            self.expand = nn.Linear(width, config.ffn_dim)
-            self.inner_norm = LayerNorm(config.ffn_dim, eps=eps)
-            self.contract = nn.Linear(config.ffn_dim, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,7 @@ from ..pattern import (
 from ..tiles import Backend
 from ..torch_op import padding, telling_ranks
 from .heads import check_head_sizes, project_heads, slice_of_heads
-from .modules import check_rows, without_weights
-from .norm import LayerNorm
+from .modules import LayerNorm, check_rows, without_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
@@ -346,8 +344,10 @@ class DilatedAttention(nn.Module):
     Args:
         pattern: which keys each head sees.
         options: see `AttentionOptions`; None: its defaults.
-        fields: fields of `AttentionOptions` by name, in place of those of `options`. They are
-            attributes, too, which can be set: ``layer.layout = layout``.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`.
+
+    Attributes:
+        options: the `AttentionOptions`, which may be replaced between calls.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`, or an option has the wrong type.
@@ -364,16 +364,6 @@ class DilatedAttention(nn.Module):
         check_options(pattern=pattern)
         self.pattern = pattern
         self.options = read_options("DilatedAttention", options, fields)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OptionFields.__annotations__:
-            return getattr(self.options, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in OptionFields.__annotations__:
-            name, value = "options", replace(self.options, **{name: value})
-        super().__setattr__(name, value)
 
     def forward(
         self,

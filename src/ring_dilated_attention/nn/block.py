@@ -15,8 +15,7 @@ from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig, SlideEncoderConfig
-from .modules import IN_CHUNKS, hooks_of, refuse_sharded_apart
-from .norm import LayerNorm
+from .modules import IN_CHUNKS, LayerNorm, hooks_of, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 

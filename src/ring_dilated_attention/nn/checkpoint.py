@@ -34,8 +34,7 @@ from torch.utils.checkpoint import (
 from ..parallel import is_dtensor
 from ..pattern import check_choice, check_positive_int
 from ..torch_op import AGREED, FORWARD, LENGTHS
-from .modules import runs_hooks
-from .norm import LayerNorm
+from .modules import LayerNorm, runs_hooks
 
 T = TypeVar("T")
 Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
@@ -313,9 +312,7 @@ class _MapRows(torch.autograd.Function):
         length, needs = inputs[0].shape[1], ctx.needs_input_grad[4:]
         wanted = [index for index in range(len(inputs)) if needs[index]]
         ctx.weights.refuse_changes()
-        # Those that were frozen since forward get none, as autograd has it.
-        have = zip(ctx.weights.tensors, needs[len(inputs) :], strict=True)
-        wants = [need and weight.requires_grad for weight, need in have]
+        wants = needs[len(inputs) :]
         parameters = [*compress(ctx.weights.tensors, wants)]
         is_whole = length <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, Step, cached_attention, steps_by_kernel
-from ..documents import Integers, as_ints
+from ..documents import Integers
 from ..exchange import (
     Exchange,
     Group,
@@ -37,7 +37,6 @@ from .positions import (
     RotaryEmbedding,
     agreed_positions,
     check_tokens,
-    checked_lengths,
     device_of,
     whole_length,
 )
@@ -58,11 +57,7 @@ MOST_SEED = 2**62 - 1
 """Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
 
 _LEAST = 1e-300
-"""In place of a random time of 0, which would leave the only token of a row with a quotient of inf.
-"""
-
-TakeStep: TypeAlias = Callable[[Tensor], Tensor]
-"""From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
+"""In place of a random time of 0, which would give the only token of a row a quotient of inf."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -143,28 +138,12 @@ class TokenGenerator(nn.Module):
         """
         return F.linear(self.norm(hidden), self.embedding.weight)
 
-    def make_caches(
-        self,
-        batch: int,
-        *,
-        max_length: int | None = None,
-        max_rewind: int = 0,
-        group: Group = None,
-        mesh: Group = None,
-        sharded: bool | None = None,
-    ) -> list[DilatedKVCache]:
+    def make_caches(self, batch: int, **options: Any) -> list[DilatedKVCache]:
         """A KV cache for each block, on the model's device, in its dtype or that of autocast.
 
         Args:
             batch: rows of the batch.
-            max_length: the most positions of a document, those of the prompt included; None, the
-                default: any number, not for patterns with a segment length of None.
-            max_rewind: the most positions that `DilatedKVCache.rewind` may take back at a time.
-            group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, or None for
-                one process.
-            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-            sharded: whether the ranks share the rows of each cache; None, the default: where a
-                cache is large. See `DilatedKVCache`.
+            options: `max_length`, `max_rewind`, `group`, `mesh` and `sharded` of `DilatedKVCache`.
 
         Raises:
             TypeError, ValueError: an argument is not allowed.
@@ -186,13 +165,10 @@ class TokenGenerator(nn.Module):
                     batch,
                     heads if own is None else own.stop - own.start,
                     config.embed_dim // config.num_heads,
-                    max_length=max_length,
-                    max_rewind=max_rewind,
                     dtype=like.dtype,
                     device=weight.device,
-                    group=one_group(group, mesh),
-                    sharded=sharded,
                     head_slice=own,
+                    **options,
                 )
             )
         return caches
@@ -226,8 +202,8 @@ class TokenGenerator(nn.Module):
                 raised on every rank.
         """
         blocks, ends = _blocks_with(self, caches), caches[0].exchange
-        found = agreed_positions(tokens, ends, layout, lengths=lengths)
-        options: dict[str, Any] = {"lengths": found.lengths, "layout": layout}
+        positions, _, known = agreed_positions(tokens, ends, layout, lengths=lengths)
+        options: dict[str, Any] = {"lengths": known, "layout": layout}
         for cache in caches:  # else, if a block fails, some would hold the prompt before
             cache.reset()
 
@@ -238,9 +214,9 @@ class TokenGenerator(nn.Module):
             return out
 
         attends = [partial(attend, *pair) for pair in zip(blocks, caches, strict=True)]
-        hidden = _through(self, tokens, found.rotary[None], blocks, caches, attends)
+        hidden = _through(self, tokens, positions[None], blocks, caches, attends)
         total = whole_length(tokens, ends.world_size, layout)
-        lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
+        lasts = [n - 1 for n in known or [total] * len(tokens)]
         layout = layout or SequenceLayout.contiguous(total, ends.world_size)
         return self.logits(_last_rows(hidden, lasts, layout, ends)[:, None])[:, 0]
 
@@ -323,11 +299,16 @@ class TokenGenerator(nn.Module):
                 raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
             if stop is not None and not 0 <= check_int("stop_token", stop) < vocabulary:
                 raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop}")
-            longest = _longest_prompt(tokens, lengths, layout, ends)
+            check_options(layout=layout)
+            prompt = whole_length(tokens, ends.world_size, layout)
+            if not len(tokens) or not prompt:
+                raise ValueError(
+                    f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}"
+                )
             # What is left are its options; it refuses others.
             sampler = Sampler(vocabulary, device=device, **given)
             caches = self.make_caches(
-                len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
+                len(tokens), max_length=prompt + max_new_tokens, group=ends, sharded=sharded
             )
             in_graph = _captures(capture, self, caches, max_new_tokens)
             agreed.on(
@@ -340,7 +321,7 @@ class TokenGenerator(nn.Module):
                 }
             )
         logits = self.prefill(tokens, caches, lengths=lengths, layout=layout)
-        take: TakeStep = partial(self.step, caches=caches)
+        take: Callable[[Tensor], Tensor] = partial(self.step, caches=caches)
         if in_graph:
             at = caches[0].lengths
             try:
@@ -474,19 +455,6 @@ def _last_rows(
         return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
 
 
-def _longest_prompt(
-    tokens: Tensor, lengths: Integers | None, layout: SequenceLayout | None, ends: Exchange
-) -> int:
-    """The positions of the longest prompt; raises unless each row has one."""
-    check_options(layout=layout)
-    total = whole_length(tokens, ends.world_size, layout)
-    if not len(tokens) or not total:
-        raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
-    if lengths is None:
-        return total
-    return max(checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total))
-
-
 def _captures(
     capture: bool | None, model: nn.Module, caches: Sequence[DilatedKVCache], max_new_tokens: int
 ) -> bool:
@@ -520,7 +488,7 @@ def _captures(
 
 
 def _drawn(
-    take: TakeStep,
+    take: Callable[[Tensor], Tensor],
     ends: Exchange,
     logits: Tensor,
     sampler: Sampler,

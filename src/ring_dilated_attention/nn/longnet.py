@@ -22,8 +22,7 @@ from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig
 from .generate import TokenGenerator
-from .modules import IN_CHUNKS, refuse_sharded_apart, without_weights
-from .norm import LayerNorm
+from .modules import IN_CHUNKS, LayerNorm, refuse_sharded_apart, without_weights
 from .positions import RotaryEmbedding, Rotation, agreed_positions
 
 
@@ -197,16 +196,7 @@ class LongNet(TokenGenerator):
         losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
         return losses.sum()
 
-    def loss(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        documents: Integers | None = None,
-        group: Group = None,
-        mesh: Group = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Cross-entropy, in nats, summed over the local positions.
 
         It calls the module with these labels, so that hooks run, those of `fully_shard` too.
@@ -215,10 +205,8 @@ class LongNet(TokenGenerator):
             tokens: the local shard, int64, shape (batch, local_sequence).
             labels: the token that follows each of `tokens`, whichever rank holds it; the shape and
                 dtype of `tokens`. Where it is -100, nothing is learnt.
-            documents: as for `forward`; the last label of a document counts like any other.
-            group: as for `forward`, as are `mesh` and `layout`.
-            mesh: another name for `group`.
-            layout: which positions each rank holds; None means contiguous equal shards.
+            options: `documents`, `group`, `mesh` and `layout`, as for `forward`. The last label of
+                a document counts like any other.
 
         Returns:
             A scalar, summed in float32 (float64 for float64 parameters); 0 where there is no local
@@ -230,9 +218,7 @@ class LongNet(TokenGenerator):
             ValueError: as in `forward`, or the labels have another shape than the tokens; or the
                 model is in DistributedDataParallel, which must be called instead.
         """
-        group = one_group(group, mesh)
         refuse_beside_wrapper(self)
-        options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
@@ -246,8 +232,10 @@ class LongNet(TokenGenerator):
         layout: SequenceLayout | None,
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
-        found = agreed_positions(tokens, group, layout, documents=documents, labels=labels)
-        rotation = self.rope(found.rotary[None])
+        positions, documents, _ = agreed_positions(
+            tokens, group, layout, documents=documents, labels=labels
+        )
+        rotation = self.rope(positions[None])
         embed = partial(map_rows, self.embed, rows=self.chunk_rows, modules=(self.embedding,))
         hidden = telling_ranks(group, embed, tokens)
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
@@ -255,7 +243,7 @@ class LongNet(TokenGenerator):
             self._through,
             checkpoint=self.checkpoint,
             chunk_rows=self.chunk_rows,
-            documents=found.documents,
+            documents=documents,
             group=group,
             layout=layout,
         )

@@ -141,21 +141,6 @@ class RotaryEmbedding(nn.Module):
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
-class Positions(NamedTuple):
-    """What agreed arguments of a model come to.
-
-    Attributes:
-        rotary: int64, shape (local_sequence,): of every local row, from the start of its document.
-        documents: cumulative lengths, as ints; as they were given while torch.compile traces; None:
-            one document.
-        lengths: of each row of the batch; None: no padding.
-    """
-
-    rotary: Tensor
-    documents: Integers | None
-    lengths: list[int] | None
-
-
 def agreed_positions(
     tokens: Tensor,
     group: Group,
@@ -164,12 +149,12 @@ def agreed_positions(
     documents: Integers | None = None,
     lengths: Integers | None = None,
     labels: Tensor | None = None,
-) -> Positions:
-    """This rank's rotary positions, and the documents and lengths as ints.
+) -> tuple[Tensor, Integers | None, list[int] | None]:
+    """Rotary positions of the local rows, int64; the documents, and the lengths, as ints.
 
     If any rank's arguments do not fit, an error on every rank: a rank that raised alone would leave
     the others waiting for it in the first attention. The arguments are those of `LongNet.forward`
-    and `TokenGenerator.prefill`.
+    and `TokenGenerator.prefill`. While torch.compile traces, documents are as they were given.
     """
     positions, borders, valid, failure = None, documents, None, None
     rank, world_size = place_in(group)
@@ -195,8 +180,7 @@ def agreed_positions(
     except Exception as error:  # whatever it is, the other ranks are to be told
         failure = error
     # What else must be equal on all ranks, the first attention compares.
-    positions = agreed(positions, "LongNet", group, failure, device_of(tokens))
-    return Positions(positions, borders, valid)
+    return agreed(positions, "LongNet", group, failure, device_of(tokens)), borders, valid
 
 
 def checked_lengths(lengths: Sequence[int], batch: int, least: int, most: int) -> list[int]:

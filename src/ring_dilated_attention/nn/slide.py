@@ -21,8 +21,15 @@ from ..torch_op import agreed, telling_ranks
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig
-from .modules import IN_CHUNKS, check_rows, is_plain, refuse_sharded_apart, without_weights
-from .norm import LayerNorm, normalize_gelu
+from .modules import (
+    IN_CHUNKS,
+    LayerNorm,
+    check_rows,
+    is_plain,
+    normalize_gelu,
+    refuse_sharded_apart,
+    without_weights,
+)
 from .positions import checked_lengths
 from .spatial import sincos_positions
 

@@ -352,8 +352,7 @@ def _gradients_of(
     pairs = [x for x in zip(ys, dys, strict=True) if x[1] is not None and x[0].requires_grad]
     if not pairs:
         return None
-    ys, dys = zip(*pairs, strict=True)
-    return torch.autograd.grad(ys, of, dys)
+    return torch.autograd.grad([y for y, _ in pairs], of, [dy for _, dy in pairs])
 
 
 @contextmanager

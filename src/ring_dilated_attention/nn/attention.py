@@ -21,7 +21,7 @@ from ..options import (
     check_options,
     read_options,
 )
-from ..parallel import fill, is_fully_sharded
+from ..parallel import fill, is_dtensor, is_fully_sharded
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
@@ -257,7 +257,7 @@ class MultiheadDilatedAttention(nn.Module):
         if attend is not None:
             return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
         options = {"is_causal": is_causal, "documents": documents, "group": group, "layout": layout}
-        if lengths is None:  # the first layer of a model reads a mask for all of them
+        if lengths is None and not is_dtensor(q_bnhd):  # the first layer reads a mask for all
             options |= padding(self, key_padding_mask, q_bnhd, layout, group)
         else:
             options |= {"lengths": lengths, "key_padding_mask": key_padding_mask}

@@ -215,12 +215,10 @@ def test_options_are_one_object_or_its_fields():
     assert torch.equal(other, dilated_attention(*tensors, PATTERN, scale=0.3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.scale = 1.0
-    layer = nn.DilatedAttention(PATTERN, options)
-    layer.is_causal = False
-    assert not layer.is_causal
+    layer = nn.DilatedAttention(PATTERN, options, is_causal=False)
     assert torch.equal(layer(*tensors), other)
     with pytest.raises(ValueError, match="exchange must be one of"):
-        layer.exchange = "mail"
+        nn.DilatedAttention(PATTERN, options, exchange="mail")
 
     def rank(ends):
         by_mesh = AttentionOptions(mesh=ends, scale=0.3)

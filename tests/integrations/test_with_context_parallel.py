@@ -78,49 +78,22 @@ def test_there_and_back(layout):
 
 
 NINE, ZIGZAG = torch.arange(9)[None], SequenceLayout.zigzag(9, 2)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "no equal shards": (
-        {"layout": None},
-        r"9 positions make no equal shards for 2 ranks.*contiguous\(9, 2\)",
-    ),
-    "other lengths": (
-        {"buffers": {"tokens": NINE, "labels": NINE[:, :8]}},
-        r"the layout has 9 positions; buffers\['labels'\] has 8 along dimension 1",
-    ),
-    "another layout": (
-        {"layout": SequenceLayout.zigzag(9, 3)},
-        "the layout is for 3 ranks; the group has 2",
-    ),
-    "no layout": (
-        {"layout": "zigzag"},
-        "layout must be a SequenceLayout or None, got 'zigzag'",
-    ),
-    "dims": ({"seq_dims": {"tokens": 1}}, "seq_dims must be nested as buffers are"),
-    "a dim": (
-        {"seq_dims": {"tokens": 1, "labels": 2}},
-        r"the sequence dimension of buffers\['labels'\] must be one of its 2; got 2",
-    ),
-    "no tensor": (
-        {"buffers": {"labels": [3]}},
-        r"buffers\['labels'\].* must be a tensor or None; got 3",
-    ),
-    "nothing": ({"buffers": {}}, "buffers must hold a tensor; got none"),
-}
-ON_ONE_RANK: dict[str, tuple[Any, str]] = {
-    "other batches": (
-        {"buffers": {"tokens": NINE + 1, "labels": NINE}},
-        "tokens.*different arguments|different arguments.*tokens",
-    ),
-    "no tensor": (
-        {"buffers": {"tokens": 3, "labels": NINE}},
-        r"buffers\['tokens'\] must be a tensor or None; got 3",
-    ),
-    "other layouts": ({"layout": SequenceLayout.contiguous(9, 2)}, "layout is"),
-    "other order": (
-        {"buffers": {"labels": NINE, "tokens": NINE}},
-        "seq_dims is .*tokens.*labels.* on rank 0, .*labels.*tokens.* on rank 1",
-    ),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layout": None}, r"9 positions make no equal shards for 2 ranks.*contiguous\(9, 2\)"),
+    ({"buffers": {"tokens": NINE, "labels": NINE[:, :8]}}, r"\['labels'\] has 8 along dimension 1"),
+    ({"layout": SequenceLayout.zigzag(9, 3)}, "the layout is for 3 ranks; the group has 2"),
+    ({"layout": "zigzag"}, "layout must be a SequenceLayout or None, got 'zigzag'"),
+    ({"seq_dims": {"tokens": 1}}, "seq_dims must be nested as buffers are"),
+    ({"seq_dims": {"tokens": 1, "labels": 2}}, r"\['labels'\] must be one of its 2; got 2"),
+    ({"buffers": {"labels": [3]}}, r"buffers\['labels'\].* must be a tensor or None; got 3"),
+    ({"buffers": {}}, "buffers must hold a tensor; got none"),
+]
+ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
+    ({"buffers": {"tokens": NINE + 1, "labels": NINE}}, "tokens.*different|different.*tokens"),
+    ({"buffers": {"tokens": 3, "labels": NINE}}, r"\['tokens'\] must be a tensor or None; got 3"),
+    ({"layout": SequenceLayout.contiguous(9, 2)}, "layout is"),
+    ({"buffers": {"labels": NINE, "tokens": NINE}}, "seq_dims is .*labels.* on rank 0, .*tokens"),
+]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -129,7 +102,7 @@ def test_what_shard_refuses(everywhere):
     good = {"buffers": {"tokens": NINE, "labels": NINE}, "seq_dims": 1, "layout": ZIGZAG}
 
     def run(ends):
-        for changes, message in (REFUSED if everywhere else ON_ONE_RANK).values():
+        for changes, message in REFUSED if everywhere else ON_ONE_RANK:
             given = {**good, **(changes if everywhere or ends.rank else {})}
             with pytest.raises((TypeError, ValueError), match=message):
                 shard(ends, **given)
@@ -327,7 +300,7 @@ def _style_refused(rank, world_size):
         (
             Own(),
             ContextParallel(layout=of_15),
-            r"gives rank 0 of 2 8 in a .* the layout gives it 7: use",
+            r"gives its ranks \[8, 7\] in a .* the layout gives them \[7, 8\]: use",
         ),
         (Own(), ContextParallel(layout=of_3), "the layout is for 3 ranks; the group has 2"),
         (longnet, blocks, "give group= and layout= to their calls"),

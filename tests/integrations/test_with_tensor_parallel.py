@@ -208,26 +208,12 @@ def refusals(tp):
     style: dict[str, ParallelStyle] = {"blocks.*": HeadParallel()}
     queries: dict[str, ParallelStyle] = {"blocks.*.attention.q_proj": ColwiseParallel()}
     model = parallelize_module(longnet({"num_kv_heads": 4}, {}), tp, queries)
-    refused: list[tuple[Any, Any, str]] = [
-        (
-            parallelize_module,
-            (longnet({"num_kv_heads": 1}, {}), tp, style),
-            "^the ranks of the mesh must divide num_kv_heads 1; got 2 ranks",
-        ),
-        (
-            parallelize_module,
-            (longnet({}, {}), tp, {"norm": HeadParallel()}),
-            "a block of LongNet or SlideEncoder; got LayerNorm$",
-        ),
-        (
-            model,
-            (tokens_and_labels()[0],),
-            "has 4 query and 4 KV heads on this rank, of 8 query and 4 KV heads",
-        ),
-    ]
-    for call, given, message in refused:
-        with pytest.raises((TypeError, ValueError), match=message):
-            call(*given)
+    with pytest.raises(ValueError, match="mesh must divide num_kv_heads 1; got 2 ranks"):
+        parallelize_module(longnet({"num_kv_heads": 1}, {}), tp, style)
+    with pytest.raises(TypeError, match=r"a block of .*; got LayerNorm$"):
+        parallelize_module(longnet({}, {}), tp, {"norm": HeadParallel()})
+    with pytest.raises(ValueError, match="4 query and 4 KV heads on this rank, of 8 query and 4"):
+        model(tokens_and_labels()[0])
 
 
 def our_modules(rank, world_size):
@@ -411,21 +397,21 @@ def test_heads_by_their_weights():
     assert slice_of_projections(BOTH, Heads(2, 1), last, "x") == (3, 4, 4)
 
 
-WRONG_HEADS: list[tuple[Heads, tuple[Any, Any], str]] = [
-    (Heads(4, 4), (cut(8, 6), cut(4, 6)), "must split KV heads as"),
-    (Heads(4, 2), (nn.Parameter(torch.zeros(8, 3)), None), "do not say which"),
-    (Heads(4, 2), (cut(8, 6, dim=1), cut(4, 6)), "not sharded by rows"),
-    (Heads(4, 2), (cut(8, 6, dim=None, split_factor=2),) * 2, "not sharded by rows"),
-    (Heads(4, 2), (cut(8, 6, 4, 2), cut(4, 6)), "which are other heads"),
-    (Heads(4, 2), (cut(8, 6, 3), cut(4, 6)), "sharded by whole heads"),
-    (Heads(4, 2), (cut(8, 6), cut(5, 6)), "those of the whole layer"),
-    (Heads(4, 2), (cut(8, 6), cut(4, 6, 2, 0)), "in the same order"),
+UNKNOWN_HEADS: list[tuple[Heads, tuple[Any, Any]]] = [
+    (Heads(4, 4), (cut(8, 6), cut(4, 6))),  # not as many KV heads, by fraction
+    (Heads(4, 2), (nn.Parameter(torch.zeros(8, 3)), None)),
+    (Heads(4, 2), (cut(8, 6, dim=1), cut(4, 6))),
+    (Heads(4, 2), (cut(8, 6, dim=None, split_factor=2),) * 2),
+    (Heads(4, 2), (cut(8, 6, 4, 2), cut(4, 6))),  # another number of rows
+    (Heads(4, 2), (cut(8, 6, 3), cut(4, 6))),  # a part of a head
+    (Heads(4, 2), (cut(8, 6), cut(5, 6))),  # rows of more heads than the layer has
+    (Heads(4, 2), (cut(8, 6), cut(4, 6, 2, 0))),  # KV heads of other queries
 ]
 
 
-@pytest.mark.parametrize(("own", "weights", "message"), WRONG_HEADS)
-def test_heads_that_are_not_known(own, weights, message):
-    with pytest.raises(ValueError, match=f"^x.*{message}"):
+@pytest.mark.parametrize(("own", "weights"), UNKNOWN_HEADS)
+def test_heads_that_are_not_known(own, weights):
+    with pytest.raises(ValueError, match=r"^x has .* and its weights do not say which"):
         slice_of_projections(BOTH, own, weights, "x")
 
 

@@ -10,8 +10,8 @@ from support.tolerances import assert_close_to
 pytest.importorskip("triton")
 
 from ring_dilated_attention import kernels
-from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, norm
-from ring_dilated_attention.nn.norm import LayerNorm
+from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig, modules
+from ring_dilated_attention.nn.modules import LayerNorm
 from ring_dilated_attention.torch_op import gelu_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -153,11 +153,11 @@ def step(encoder, features, coordinates, *, autocast=True):
 def test_an_encoder_is_the_same_by_it(monkeypatch):
     encoder, *slide = encoder_and_slide()
     if INTERPRETED:  # on a CPU it never takes the kernel
-        monkeypatch.setattr(norm, "fits_one_kernel", lambda *_: True)
+        monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: True)
     calls = count_calls(monkeypatch)
     taken = step(encoder, *slide)
     assert len(calls) == 2 * encoder.config.num_layers  # forward, and again in backward
-    monkeypatch.setattr(norm, "fits_one_kernel", lambda *_: False)
+    monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: False)
     check_steps(encoder, slide, taken)
     assert len(calls) == 2 * encoder.config.num_layers
 
@@ -174,14 +174,14 @@ def check_steps(encoder, slide, taken):
 def test_modules_that_do_more_than_a_norm_are_called():
     rows = case(3, 24, dtype=torch.float16)[0]
     plain, seen = LayerNorm(24).to(DEVICE), []
-    assert norm.fits_one_kernel(plain, rows)
-    assert not norm.fits_one_kernel(plain, rows.float())
-    assert not norm.fits_one_kernel(torch.nn.LayerNorm(24).to(DEVICE), rows)
-    assert not norm.fits_one_kernel(LayerNorm(24, bias=False).to(DEVICE), rows)
-    assert not norm.fits_one_kernel(LayerNorm(24, elementwise_affine=False), rows)
+    assert modules.fits_one_kernel(plain, rows)
+    assert not modules.fits_one_kernel(plain, rows.float())
+    assert not modules.fits_one_kernel(torch.nn.LayerNorm(24).to(DEVICE), rows)
+    assert not modules.fits_one_kernel(LayerNorm(24, bias=False).to(DEVICE), rows)
+    assert not modules.fits_one_kernel(LayerNorm(24, elementwise_affine=False), rows)
     plain.register_forward_hook(lambda *_: seen.append(1))
-    assert not norm.fits_one_kernel(plain, rows)
-    norm.normalize_gelu(plain, rows)
+    assert not modules.fits_one_kernel(plain, rows)
+    modules.normalize_gelu(plain, rows)
     assert seen == [1]
 
 
@@ -194,5 +194,5 @@ def test_a_compiled_encoder_takes_it_too(monkeypatch):
     compiled.compile(fullgraph=True)
     taken = step(compiled, *slide)
     assert len(calls) == 2 * encoder.config.num_layers
-    monkeypatch.setattr(norm, "fits_one_kernel", lambda *_: False)
+    monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: False)
     check_steps(encoder, slide, taken)

@@ -151,25 +151,8 @@ def test_a_model_in_float64_generates_without_a_graph():
     tokens = torch.randint(256, (1, 90), device="cuda")
     new = model.generate(tokens, 40)
     assert torch.equal(new, model.generate(tokens, 40, capture=False))
-    with pytest.raises(ValueError, match="the decoding kernels do not compute"):
+    with pytest.raises(ValueError, match="needs the decoding kernels"):
         model.generate(tokens, 40, capture=True)
-
-
-def test_a_step_captured_under_autocast_outlives_it():
-    model = model_of(torch.float32)
-    tokens = torch.randint(256, (1, 300), device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        caches = model.make_caches(1, max_length=400)
-        model.prefill(tokens, caches)
-        twins = deepcopy(caches)
-        captured = CapturedStep(lambda new: model.step(new, caches), tokens[:, :1], caches)
-    other = [torch.full((128, 512), torch.nan, device="cuda") for _ in range(50)]
-    for position in range(50):
-        token = tokens[:, position : position + 1]
-        with torch.autocast("cuda", torch.bfloat16):
-            want = model.step(token, twins)
-        assert torch.equal(captured(token), want)
-    del other
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -238,7 +221,7 @@ def test_hooks_are_called_for_each_token():
     tokens = torch.randint(256, (1, 30), device="cuda")
     model.generate(tokens, 40)
     assert len(called) == 40  # the prompt, and all tokens but the last
-    with pytest.raises(ValueError, match="have hooks, which a CUDA graph would not call"):
+    with pytest.raises(ValueError, match="needs modules without hooks"):
         model.generate(tokens, 40, capture=True)
 
 
@@ -268,37 +251,3 @@ else:
 def test_a_module_that_waits_for_the_device_cannot_be_captured():
     """In a process of its own: torch's generators stay as they are in a capture that fails."""
     subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=300)
-
-
-def test_nothing_is_compiled_after_the_first_steps():
-    from ring_dilated_attention.kernels import decode
-    from ring_dilated_attention.kernels.launch import Launcher
-
-    tensors = inputs(1)
-    cache = DilatedKVCache(LONGNET, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
-    launchers = [x for x in vars(decode).values() if isinstance(x, Launcher)]
-    assert len(launchers) == 3
-    for _ in range(50):
-        attend(*tensors, cache)
-    forms = [len(launcher.forms) for launcher in launchers]
-    allocated = torch.cuda.memory_allocated()
-    for _ in range(10_000):
-        attend(*tensors, cache)
-    assert forms == [len(launcher.forms) for launcher in launchers]
-    assert torch.cuda.memory_allocated() <= allocated
-    assert cache.nbytes == cache.plan.nbytes(2, 64, 2)
-
-
-def test_a_million_keys():
-    length, heads = 1 << 20, 2
-    query, key, value = inputs(length, heads=heads, kv_heads=1, head_dim=128, batch=1)
-    pattern = DilatedPattern([2048, None, None], [1, 64, 1])
-    cache = filled(pattern, (query, key, value), length - 1)
-    new = [x[:, -1:] for x in (query, key, value)]
-    out = attend(*new, cache)[0, 0].double()
-    last = length - 1
-    own = [range(last // 2048 * 2048, length), range(length)]
-    rows = torch.cat([torch.arange(r.start, r.stop, r.step, device="cuda") for r in own])
-    keys, values = (x[0, rows, 0].double() for x in (key, value))  # offset 0 of 64: not its row
-    weights = torch.softmax(query[0, -1].double() @ keys.mT * 128**-0.5, -1)
-    assert relative_error(out, weights @ values) < TOLERANCE[torch.bfloat16]

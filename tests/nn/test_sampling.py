@@ -60,19 +60,12 @@ def test_draws_have_those_probabilities_and_a_seed() -> None:
     assert not torch.equal(drawn, Sampler(5, seed=4, **options)(many))
     assert (Sampler(5)(many) == 2).all()
     assert (Sampler(5, temperature=1e-300)(many) == 2).all()
-    allowed = torch.tensor([True, True, False, False, True])
-    assert (Sampler(5, allowed=allowed)(many) == 0).all()
-    assert set(Sampler(5, temperature=9.0, allowed=allowed)(many).tolist()) == {0, 1, 4}
+    banned = many.masked_fill(torch.tensor([False, False, True, True, False]), -torch.inf)
+    assert (Sampler(5)(banned) == 0).all()
+    assert set(Sampler(5, temperature=9.0)(banned).tolist()) == {0, 1, 4}
     # Tokens as likely as the last of the k stay.
     equal = Sampler(4, temperature=1.0, top_k=1).probabilities(torch.tensor([[1.0, 2.0, 2.0, 0]]))
     assert equal.tolist() == [[0, 0.5, 0.5, 0]]
-
-
-def test_a_temperature_may_be_changed_between_draws() -> None:
-    logits, sampler = torch.tensor([[0.0, 1.0]]), Sampler(2, temperature=100.0)
-    assert {int(sampler(logits)) for _ in range(50)} == {0, 1}
-    sampler.temperature = 0.01
-    assert {int(sampler(logits)) for _ in range(50)} == {1}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5e-324, 1e-300, 1e300, 1e308])
@@ -84,8 +77,8 @@ def test_equal_logits_are_equally_likely(temperature: float, logit: float) -> No
     assert (drawn < 2).all()
 
 
-def test_any_random_number_draws_a_token_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_random_number_draws_a_token_that_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also 0, the least that a generator gives: once in 2**53 numbers."""
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda x, **_: x.zero_())
-    allowed = torch.tensor([False, False, True])
-    assert Sampler(3, temperature=1.0, allowed=allowed)(torch.zeros(2, 3)).tolist() == [2, 2]
+    logits = torch.tensor([-torch.inf, -torch.inf, 0]).expand(2, 3)
+    assert Sampler(3, temperature=1.0)(logits).tolist() == [2, 2]

@@ -94,5 +94,5 @@ def test_refusals(coordinates, kind, message):
 
 @pytest.mark.parametrize("order", [torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)])
 def test_inverse_refuses(order):
-    with pytest.raises(ValueError, match="order must be int64 of one dimension; got"):
+    with pytest.raises(ValueError, match=r"order must be int64 of one dimension, .*; got"):
         inverse_order(order)

@@ -226,14 +226,13 @@ def _modules_on_a_mesh(rank, world_size):
     }  # fmt: skip
     model = nn.LongNet(nn.LongNetConfig(**shape))
     encoder = nn.SlideEncoder(nn.SlideEncoderConfig(in_dim=8, **shape))
-    layer = nn.DilatedAttention(PATTERN, mesh=mesh)
     layout = SequenceLayout.contiguous(11, world_size)
+    layer = nn.DilatedAttention(PATTERN, mesh=mesh, layout=layout)
     tokens = layout.shard(torch.arange(22).view(2, 11), rank, 1)
     tiles = layout.local_length(rank) - (rank == 0)
     features, where = torch.randn(1, tiles, 8), torch.rand(1, tiles, 2)
     heads = torch.randn(1, layout.local_length(rank), 4, 8)
-    layer.layout = layout
-    equal = [layer.group is mesh, layer(heads, heads, heads).shape == heads.shape]
+    equal = [layer.options.group is mesh, layer(heads, heads, heads).shape == heads.shape]
     for call in (
         lambda **ranks: model(tokens, layout=layout, **ranks),
         lambda **ranks: model.loss(tokens, tokens, layout=layout, **ranks),

@@ -50,8 +50,6 @@ def generations(draw: st.DrawFn) -> dict[str, Any]:
     world_size = draw(st.sampled_from(WORLD_SIZES))
     kind = draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = draw(st.none() | st.lists(st.integers(1, prompt), min_size=batch, max_size=batch))
-    end = draw(st.integers(max(lengths), prompt)) if lengths else prompt
-    inner = draw(st.sets(st.integers(1, prompt), max_size=3))
     return {
         "pattern": draw(patterns()),
         "kv_heads": kv_heads,
@@ -63,7 +61,6 @@ def generations(draw: st.DrawFn) -> dict[str, Any]:
         "layout": SequenceLayout.named(kind, prompt, world_size, is_causal=True),
         "sharded": draw(st.booleans()),
         "lengths": lengths,
-        "documents": draw(st.just(None) | st.just([0, *sorted(n for n in inner if n < end), end])),
         "chunk_rows": draw(st.none() | st.integers(1, 50)),
         "seed": draw(st.integers(0, 1000)),
     }
@@ -83,9 +80,3 @@ def model_of(case: dict[str, Any]) -> LongNet:
     )
     model.chunk_rows = case["chunk_rows"]
     return model
-
-
-def last_document(case: dict[str, Any], row: int) -> range:
-    """Positions of the document of a row of the batch that goes on."""
-    length = case["lengths"][row] if case["lengths"] else case["prompt"]
-    return range(max(n for n in case["documents"] or [0] if n < length), length)

@@ -10,19 +10,19 @@ The rest of the model treats every position alone, or has a style of torch's own
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..exchange import agree, resolve_exchange
 from ..layout import SequenceLayout
 from ..nn import Block, DilatedAttention, MultiheadDilatedAttention
 from ..options import check_options
 from ..parallel import dtensor_of, is_dtensor, torch_cuts
+from ..torch_op import telling_ranks
 
 __all__ = ["ContextParallel"]
 
@@ -82,12 +82,11 @@ class ContextParallel(ParallelStyle):
         for inner in module.modules():
             if isinstance(inner, Block):
                 raise ValueError(
-                    f"{type(inner).__name__} does not call its attention as a module: leave "
-                    "LongNet and SlideEncoder out of the plan, and give group= and layout= to "
-                    "their calls"
+                    f"{type(inner).__name__} takes a group and a layout itself: leave LongNet and "
+                    "SlideEncoder out of the plan, and give group= and layout= to their calls"
                 )
             if isinstance(inner, DilatedAttention):
-                inner.layout, found = self.layout, True
+                inner.options, found = replace(inner.options, layout=self.layout), True
             elif isinstance(inner, MultiheadDilatedAttention):
                 inner.register_forward_pre_hook(self._with_layout, with_kwargs=True)
                 found = True
@@ -101,21 +100,17 @@ class ContextParallel(ParallelStyle):
         return args, {"layout": self.layout, **kwargs}
 
     def _inputs(self, args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
-        positional, named, failure = args, kwargs, None
-        try:
-            positional = tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args)
-            named = {
-                name: self._whole(x, mesh) if name in _SHARDED and isinstance(x, Tensor) else x
-                for name, x in kwargs.items()
-            }
-        except Exception as error:  # whatever it is, the other ranks are to be told
-            failure = error
-        if failure is None and torch.compiler.is_compiling():
-            return positional, named  # attention, an operator, compares the calls of the ranks
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        agree("ContextParallel", resolve_exchange(mesh), None if failure else {}, failure, device)
-        return positional, named
+        def whole(_: Tensor | None) -> tuple[Any, Any]:
+            return (
+                tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args),
+                {
+                    name: self._whole(x, mesh) if name in _SHARDED and isinstance(x, Tensor) else x
+                    for name, x in kwargs.items()
+                },
+            )
+
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        return telling_ranks(mesh, whole, next(tensors, None))
 
     def _whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         """A DTensor, of which a local tensor is this rank's part."""
@@ -145,16 +140,13 @@ class ContextParallel(ParallelStyle):
 
 def _refuse_other_cuts(layout: SequenceLayout) -> None:
     """Raise unless ranks hold as many positions as of a DTensor: torch works with no others."""
-    length, ranks = layout.length, range(layout.world_size)
-    wanted = [stop - start for start, stop in torch_cuts(length, len(ranks))]
-    given = [layout.local_length(rank) for rank in ranks]
+    wanted = [stop - start for start, stop in torch_cuts(layout.length, layout.world_size)]
+    given = [layout.local_length(rank) for rank in range(layout.world_size)]
     if given != wanted:
-        first = next(rank for rank in ranks if given[rank] != wanted[rank])
         raise ValueError(
-            f"of {length} positions torch gives rank {first} of {len(ranks)} {wanted[first]} in a "
-            f"DTensor, every rank but the last ones {wanted[0]}; the layout gives it "
-            f"{given[first]}: use layout=None, a layout of such shards or another length, or leave "
-            "ContextParallel out and give the layer's calls group= and layout="
+            f"of {layout.length} positions torch gives its ranks {wanted} in a DTensor; "
+            f"the layout gives them {given}: use layout=None or a layout of such shards, "
+            "or leave ContextParallel out and give the layer's calls group= and layout="
         )
 
 

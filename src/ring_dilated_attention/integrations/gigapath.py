@@ -27,12 +27,7 @@ from ..exchange import (
     untraced,
 )
 from ..layout import SequenceLayout
-from .torchscale import (
-    TorchscaleDilatedAttention,
-    refuse_mixed_rows,
-    replace_dilated_attention,
-    set_layout,
-)
+from .torchscale import attention_of, replace_dilated_attention, set_layout
 
 __all__ = ["shard_slide_encoder"]
 
@@ -101,11 +96,9 @@ def shard_slide_encoder(
     group = one_group(group, mesh)
     ranks = resolve_exchange(group).world_size
     for path, each in found:
-        where = f"{path}.encoder".lstrip(".")
-        other = vars(each.encoder).get("forward")
-        if other is not None and not isinstance(other, _ShardedForward):
+        if not isinstance(vars(each.encoder).get("forward"), _ShardedForward | None):
+            where = f"{path}.encoder".lstrip(".")
             raise ValueError(f"{where}.forward has been replaced: shard the encoder before that")
-        refuse_mixed_rows(each.encoder, where, ranks)
     # A layout of one position a rank: every forward pass sets its own.
     layout = SequenceLayout.contiguous(ranks, ranks) if ranks > 1 else None
     encoders = list(dict.fromkeys(each.encoder for _, each in found))
@@ -113,7 +106,7 @@ def shard_slide_encoder(
     count = replace_dilated_attention(sharded, group=group, layout=layout, **options)
     for _, each in found:
         vars(each.encoder).pop("forward", None)
-        for module in _attention_in(each.encoder):
+        for module in attention_of(each.encoder.modules()):
             module.ignores_padding_mask = ranks > 1  # it is always the empty one
         if ranks > 1:
             each.encoder.forward = _ShardedForward(each, group)
@@ -123,25 +116,18 @@ def shard_slide_encoder(
 def _models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules with a slide encoder, told by the names of their classes, and their paths."""
     for path, module in model.named_modules():
-        kinds, each = [kind.__name__ for kind in type(module).__mro__], module
-        if "LongNetViT" in kinds:
-            needed, name = ["encoder", "cls_token", "global_pool"], "LongNetViT"
-        elif "LongViTForTCGAClassification" in kinds:
-            needed, name, each = ["encoder"], "LongViTForTCGAClassification", module.model
-        else:
-            continue
-        missing = [attribute for attribute in needed if not hasattr(each, attribute)]
-        forward = _forward_of(module)
-        if missing or forward.split(".")[-2:] != [name, "forward"]:
-            but = f" and no {', '.join(missing)}" if missing else ""
-            raise ValueError(
-                f"{path or 'the model itself'} is a {type(module).__name__} that may do something "
-                f"else than {name} with the rows of its encoder, of which a sharded one returns "
-                f"those that {name}.forward reads; got {forward} as its forward{but}. Shard one "
-                "with the forward that it was published with, or replace the attention alone, "
-                "integrations.torchscale.replace_dilated_attention"
-            )
-        yield path, each
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for name in kinds & {"LongNetViT", "LongViTForTCGAClassification"}:
+            forward = _forward_of(module)
+            if forward.split(".")[-2:] != [name, "forward"]:
+                raise ValueError(
+                    f"{path or 'the model itself'} is a {type(module).__name__} that may do "
+                    f"something else than {name} with the rows of its encoder, of which a sharded "
+                    f"one returns those that {name}.forward reads; got {forward} as its forward. "
+                    "Shard one with the forward that it was published with, or replace the "
+                    "attention alone, integrations.torchscale.replace_dilated_attention"
+                )
+            yield path, module if name == "LongNetViT" else module.model
 
 
 def _forward_of(module: nn.Module) -> str:
@@ -152,10 +138,6 @@ def _forward_of(module: nn.Module) -> str:
         if name is not None:
             return str(name)
     return "an object without a name"
-
-
-def _attention_in(encoder: nn.Module) -> list[TorchscaleDilatedAttention]:
-    return [x for x in encoder.modules() if isinstance(x, TorchscaleDilatedAttention)]
 
 
 class _ShardedForward:
@@ -230,29 +212,29 @@ class _ShardedForward:
             other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
             scope.in_step = bool(other)  # every rank raises
             if other:
-                ranks = f"rank{'s' * (len(other) > 1)} {', '.join(map(str, other))}"
                 raise ValueError(
-                    f"ranks embed the tiles of this slide differently: {ranks} and rank 0 differ. "
-                    "Every rank of the group must call the model with the same whole slide, tiles "
-                    "in the same order, and have the same parameters: share slides out among "
-                    "groups, not among the ranks of one, and average gradients over the ranks"
+                    f"ranks {other} embed the tiles of this slide differently than rank 0. Every "
+                    "rank of the group must call the model with the same whole slide, tiles in the "
+                    "same order, and have the same parameters: share slides out among groups, not "
+                    "among the ranks of one, and average gradients over the ranks"
                 )
         return layout
 
     def _layout(self, tokens: Any, given: dict[str, Any], ranks: int) -> SequenceLayout:
         """The layout of a slide; raises unless the encoder is called as the models call it."""
-        refused = [x for x, value in given.items() if value is not None and value is not False]
-        if refused:
-            raise ValueError(f"a sharded slide encoder takes token_embeddings; got {refused[0]}")
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"token_embeddings must be a tensor, got {type(tokens).__name__}")
+        others = [name for name, x in given.items() if x is not None and x is not False]
+        if others or not isinstance(tokens, Tensor):
+            raise ValueError(
+                "a sharded slide encoder takes token_embeddings, a tensor; got "
+                f"{', '.join(others) or type(tokens).__name__}"
+            )
         tiles = tokens.shape[1] - self.has_class_token if tokens.dim() == 3 else 0
         if tiles < self.reads_mean:
             raise ValueError(
                 "a slide needs at least one tile: token_embeddings must have shape (batch, "
                 f"sequence, embed_dim); got {tuple(tokens.shape)}"
             )
-        attention, length = _attention_in(self.model.encoder), tokens.shape[1]
+        attention, length = attention_of(self.model.encoder.modules()), tokens.shape[1]
         # Then heads of all offsets have equally many of a shard's rows.
         multiple = math.lcm(*(rate for x in attention for rate in x.pattern.dilation_rates))
         if multiple * ranks > _UNEVEN * length:
@@ -300,27 +282,24 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ends: Exchange) -> Tensor:
-        with ends.calls.enter(_NAME, "forward") as scope:
-            settle(scope, ends, part.device)
-            total = _total(ends, part)
-        ctx.ends, ctx.number = ends, scope.call.number
+        total, ctx.number = _total(ends, part, "forward")
+        ctx.ends = ends
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ends = ctx.ends
-        with ends.calls.enter(_NAME, "backward", ctx.number) as scope:
-            settle(scope, ends, gradient.device)
-            return _total(ends, gradient), None
+        return _total(ctx.ends, gradient, "backward", ctx.number)[0], None
 
 
-def _total(ends: Exchange, part: Tensor) -> Tensor:
+def _total(ends: Exchange, part: Tensor, direction: str, number: int = 0) -> tuple[Tensor, int]:
     """The sum over ranks, added in their order on each, so that its bits are the same."""
-    total, *others = all_gather(ends, part)
+    with ends.calls.enter(_NAME, direction, number) as scope:
+        settle(scope, ends, part.device)
+        total, *others = all_gather(ends, part)
     for other in others:
         total += other
-    return total
+    return total, scope.call.number
 
 
 @contextmanager
@@ -334,10 +313,6 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
         yield
         return
     seed = (int(torch.randint(2**62, ())) + rank) % 2**62
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(seed)
-        for each in devices:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
         yield

@@ -9,41 +9,34 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..exchange import Group, one_group, resolve_exchange, settle
-from ..functional import dilated_attention
 from ..layout import SequenceLayout
-from ..nn.heads import check_head_sizes, project_heads, slice_of_heads
-from ..nn.modules import check_rows, hooks_of, is_plain
-from ..nn.norm import normalize
-from ..options import BranchGradients, Schedule, check_options
-from ..parallel import is_fully_sharded
-from ..pattern import DilatedPattern, HeadOffsets, check_positive_float, in_brief
+from ..nn import MultiheadDilatedAttention
+from ..nn.modules import hooks_of, is_plain, normalize
+from ..options import check_options
+from ..pattern import check_positive_float, in_brief
 from ..tiles import Backend
-from ..torch_op import padding, telling_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
 __all__ = ["TorchscaleDilatedAttention", "replace_dilated_attention", "set_layout"]
 
-_OPTIONS = "head_offsets", "zero_keys", "branch_gradients", "exchange", "backend"
-"""Of `TorchscaleDilatedAttention`, which `replace_dilated_attention` passes on."""
-
-_SUBMODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln")
-"""Of torchscale's `DilatedAttention`."""
+_SUBMODULES = ("k_proj", "v_proj", "q_proj", "out_proj", "inner_attn_ln")
+"""Of torchscale's `DilatedAttention`, in its order."""
 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_embedding", "class_embedding", "dist_token")
 """What models call a parameter that they put before their sequence."""
 
 _UNSUPPORTED = {
+    "cross_attention": "self_attention must be True, encoder_decoder_attention False",
+    "args.seq_parallel": "pass group=, the ranks that share each sequence",
     "args.xpos_rel_pos": "xPos rotates by positions that a shard does not know",
     "args.multiway": "its split position counts rows that other ranks may hold",
     "incremental_state": "use replicated_query_attention to decode",
@@ -53,6 +46,9 @@ _UNSUPPORTED = {
     "is_first_step": "use replicated_query_attention to decode",
 }
 """Arguments of torchscale that must be None or False, and why, or what to do instead."""
+
+
+_DEFAULTS = {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"}
 
 
 class _OfGroup(nn.Module):
@@ -67,12 +63,13 @@ class _OfGroup(nn.Module):
         return new
 
 
-class TorchscaleDilatedAttention(_OfGroup):
+class TorchscaleDilatedAttention(_OfGroup, MultiheadDilatedAttention):
     """torchscale's `DilatedAttention`, on one device or on a sequence sharded over many.
 
     By default it computes what weights trained with torchscale expect: blocked head offsets, short
     segments filled up with zero keys, and no gradient through the weights that mix the branches.
-    The options behind `subln` choose LongNet's definition instead, one by one.
+    `options` choose LongNet's definition instead, one by one. Weights start as those of
+    `MultiheadDilatedAttention`.
 
     It differs from torchscale in this: it honours `key_padding_mask`, which torchscale drops where
     `args.flash_attention` is set; a position whose lse happens to be exactly 0 is not taken for one
@@ -96,22 +93,16 @@ class TorchscaleDilatedAttention(_OfGroup):
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
         layout: which positions each rank holds; None means contiguous equal shards. `set_layout`
             changes it.
-        head_offsets: offset of KV head h of H in a branch of rate r: ``"blocked"``, the default, is
-            h // ceil(H / r) (torchscale), ``"interleaved"`` is h mod r (the LongNet paper).
-        zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
-            and value 0; see `DilatedPattern`. Default True, as in torchscale; False is the paper.
-        branch_gradients: ``"detached"`` has no gradient through the weights that mix the branches,
-            as in torchscale; ``"exact"`` differentiates the whole function, in a tenth less time
-            from about 10,000 tokens on.
-        exchange: ``"ring"`` keeps one message in flight during compute and holds the rows of at
-            most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
-            ``"auto"``, the default, gathers where they take no more memory than query and out.
-        backend: kernels that compute the tiles: ``"auto"``, ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``,
-            ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"triton"`` or ``"eager"``. None:
+        backend: kernels that compute the tiles, one of those of `AttentionOptions`. None:
             ``"auto"``, or ``"eager"`` where `args.flash_attention` is False.
+        options: `head_offsets`, `zero_keys`, `branch_gradients` and `exchange` of
+            `MultiheadDilatedAttention`. By default the first three are torchscale's: ``"blocked"``,
+            True and ``"detached"``; the LongNet paper's are ``"interleaved"``, False and
+            ``"exact"``, which takes a tenth less time from about 10,000 tokens on.
 
     Raises:
-        TypeError: a value has the wrong type, or `args` lacks what is read of it.
+        AttributeError: `args` lacks what is read of it.
+        TypeError: a value has the wrong type.
         ValueError: a value is not supported; the message says which.
     """
 
@@ -130,56 +121,29 @@ class TorchscaleDilatedAttention(_OfGroup):
         group: Group = None,
         mesh: Group = None,
         layout: SequenceLayout | None = None,
-        head_offsets: HeadOffsets = "blocked",
-        zero_keys: bool = True,
-        branch_gradients: BranchGradients = "detached",
-        exchange: Schedule = "auto",
         backend: Backend | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        if encoder_decoder_attention or not self_attention:
-            raise ValueError(
-                "only self-attention is dilated: self_attention must be True and "
-                f"encoder_decoder_attention False; got {self_attention!r} and "
-                f"{encoder_decoder_attention!r}"
-            )
-        for name in ("xpos_rel_pos", "multiway"):
-            _refuse_unsupported(f"args.{name}", getattr(args, name, None))
-        if getattr(args, "seq_parallel", False) and group is None:
-            raise ValueError(
-                "args.seq_parallel is True: pass group=, the ranks that share each sequence, or "
-                "set it to False; got group=None"
-            )
+        group = one_group(group, mesh)
+        of_args = ["xpos_rel_pos", "multiway", *(["seq_parallel"] if group is None else [])]
+        _refuse_unsupported(
+            cross_attention=encoder_decoder_attention or not self_attention,
+            **{f"args.{name}": getattr(args, name, None) for name in of_args},
+        )
+        if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
-        check_options(exchange=exchange, backend=backend, branch_gradients=branch_gradients)
-        self.args = args
-        self.embed_dim, self.num_heads, _, self.head_dim = check_head_sizes(
-            embed_dim, num_heads, None
+        super().__init__(
+            embed_dim,
+            num_heads,
+            segment_lengths=_ints_of(args, "segment_length"),
+            dilation_rates=_ints_of(args, "dilated_ratio"),
+            backend=backend,
+            **{**_DEFAULTS, **options},
         )
-        self.scaling = self.head_dim**-0.5
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-            raise TypeError(f"dropout must be a number, got {dropout!r}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
-        self.dropout = float(dropout)
-        self.self_attention = True
-        self.encoder_decoder_attention = False
-        self.pattern = DilatedPattern(
-            _ints_of(args, "segment_length"),
-            _ints_of(args, "dilated_ratio"),
-            head_offsets=head_offsets,
-            zero_keys=zero_keys,
-        )
-        self.branch_gradients = branch_gradients
-        self.group = one_group(group, mesh)
-        self.layout = layout
-        self.exchange = exchange
-        self.backend = backend
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.args, self.dropout = args, float(dropout)
+        self.group, self.layout = group, layout
         self.inner_attn_ln = (
             nn.LayerNorm(
                 embed_dim, eps=check_positive_float("args.layernorm_eps", args.layernorm_eps)
@@ -187,15 +151,11 @@ class TorchscaleDilatedAttention(_OfGroup):
             if subln
             else None
         )
+        # In torchscale's order, by which the state dict of an optimizer goes.
+        made = self._modules
+        self._modules = {name: made[name] for name in _SUBMODULES if name in made}
 
-    def reset_parameters(self) -> None:
-        """Set torchscale's initial weights: Xavier-uniform, gain sqrt(1/2) for q, k and v."""
-        for linear in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(linear.weight, gain=math.sqrt(0.5))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        nn.init.zeros_(self.out_proj.bias)
-
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
@@ -229,46 +189,34 @@ class TorchscaleDilatedAttention(_OfGroup):
             ValueError: an argument is not supported, a shape does not fit, dropout is above 0 in
                 training mode, and see `dilated_attention`.
         """
-        for name, given in (
-            ("incremental_state", incremental_state),
-            ("attn_mask", attn_mask),
-            ("rel_pos", rel_pos),
-            ("is_first_step", is_first_step),
-        ):
-            _refuse_unsupported(name, given)
+        _refuse_unsupported(
+            incremental_state=incremental_state,
+            attn_mask=attn_mask,
+            rel_pos=rel_pos,
+            is_first_step=is_first_step,
+        )
         if self.dropout and self.training:
             raise ValueError(
                 "attention dropout is refused until it is exact and reproducible across ranks; set "
                 f"dropout to 0.0, or call eval(); got dropout {self.dropout} in training mode"
             )
-        layers = self.q_proj, self.k_proj, self.v_proj
-
-        def heads(*inputs: Tensor) -> list[Tensor]:
-            for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
-                check_rows(name, tensor, self.embed_dim, "(batch, local_sequence, ")
-            return project_heads(layers, inputs, self.head_dim)
-
-        told = None if any(map(is_fully_sharded, layers)) else self.group
-        q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
-        mask = None if self.ignores_padding_mask else key_padding_mask
-        attended: Tensor = dilated_attention(
-            q_bnhd,
-            k_bnhd,
-            v_bnhd,
-            self.pattern,
+        return super().forward(
+            query,
+            key,
+            value,
             is_causal=is_causal,
-            **padding(self, mask, q_bnhd, self.layout, self.group),
+            key_padding_mask=None if self.ignores_padding_mask else key_padding_mask,
             group=self.group,
             layout=self.layout,
-            exchange=self.exchange,
-            backend=self.backend,
-            branch_gradients=self.branch_gradients,
-            head_slice=slice_of_heads(self, q_bnhd, k_bnhd),
         )
-        attended = attended.flatten(2)
+
+    def combine(self, out_bnhd: Tensor) -> Tensor:
+        """As of `MultiheadDilatedAttention`, with torchscale's norm."""
+        out_bne = out_bnhd.flatten(2)
         if (norm := self.inner_attn_ln) is not None:
-            attended = normalize(norm, attended) if is_plain(norm, nn.LayerNorm) else norm(attended)
-        return self.out_proj(attended), None
+            out_bne = normalize(norm, out_bne) if is_plain(norm, nn.LayerNorm) else norm(out_bne)
+        combined: Tensor = self.out_proj(out_bne)
+        return combined
 
 
 def replace_dilated_attention(
@@ -303,22 +251,18 @@ def replace_dilated_attention(
 
     Raises:
         TypeError: `model` is not a module, or an option is unknown.
-        ValueError: the model holds no such module; one is not supported, by its class, its hooks or
-            its `args`; options are given, and modules of this package are there already; `model`
-            itself would have to be replaced; there are several ranks, and attention that is not
-            dilated (`MultiheadAttention`, cross-attention too), layers of experts or
-            `embed_positions`, which would see the rows of one rank; or there are several ranks, no
-            layout, and a class token, which every rank would put before its shard (see
+        ValueError: the model holds no such module, or is one; one is not supported, by its class,
+            its hooks or its `args`; options are given, and modules of this package are there
+            already; or, on several ranks, the model has other modules that mix rows (attention that
+            is not dilated, experts, `embed_positions`), or a class token and no layout (see
             `gigapath.shard_slide_encoder`).
     """
     group = one_group(group, mesh)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise TypeError(f"unknown option: {', '.join(unknown)}; allowed: {', '.join(_OPTIONS)}")
     ranks = resolve_exchange(group).world_size
     _refuse_class_token(model, group, layout)
-    refuse_mixed_rows(model, "", ranks)
+    _refuse_mixed_rows(model, ranks)
     ours: list[_OfGroup] = []
     replacements: dict[nn.Module, _OfGroup] = {}
     for path, module in model.named_modules():
@@ -327,15 +271,8 @@ def replace_dilated_attention(
         elif ranks > 1 and type(module).__name__ == "DropPath":
             replacements[module] = SharedDropPath(module, group)
         elif _is_torchscales(module):
-            where = path or "the model itself"
-            if module is model:
-                raise ValueError(
-                    "the model itself is a DilatedAttention: nothing holds it that could hold "
-                    f"another; got {type(module).__name__}"
-                )
-            replacements[module] = _replacement(where, module, group, layout, options)
-    kept = [x for x in ours if isinstance(x, TorchscaleDilatedAttention)]
-    new = [x for x in replacements.values() if isinstance(x, TorchscaleDilatedAttention)]
+            replacements[module] = _replacement(path, module, group, layout, options)
+    kept, new = map(attention_of, (ours, replacements.values()))
     if not kept and not new:
         raise ValueError(
             "replace_dilated_attention found no DilatedAttention of torchscale in "
@@ -375,7 +312,7 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
             see `replace_dilated_attention`.
     """
     check_options(layout=layout)
-    told = [module for module in model.modules() if isinstance(module, TorchscaleDilatedAttention)]
+    told = attention_of(model.modules())
     if not told:
         raise ValueError(
             f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; call "
@@ -387,23 +324,24 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     return len(told)
 
 
+def attention_of(modules: Iterable[nn.Module]) -> list[TorchscaleDilatedAttention]:
+    return [module for module in modules if isinstance(module, TorchscaleDilatedAttention)]
+
+
 def _replacement(
-    where: str, old: Any, group: Group, layout: SequenceLayout | None, options: dict[str, Any]
+    path: str, old: Any, group: Group, layout: SequenceLayout | None, options: dict[str, Any]
 ) -> TorchscaleDilatedAttention:
+    lost = hooks_of(old)
+    if not path:
+        lost.append("no module around it that could hold another")
     if type(old).__name__ != "DilatedAttention":
+        lost.append("a class of its own, which may compute something else")
+    if "forward" in vars(old):
+        lost.append("another forward, as checkpoint_wrapper of fairscale gives it")
+    if lost:
         raise ValueError(
-            f"{where} is a {type(old).__name__}, a subclass of DilatedAttention that may compute "
-            "something else: replace it by hand"
-        )
-    if hooks := hooks_of(old):
-        raise ValueError(
-            f"{where} has hooks, which would be lost: register them after replacing; "
-            f"got {', '.join(hooks)}"
-        )
-    if (own := vars(old).get("forward")) is not None:
-        raise ValueError(
-            f"{where}.forward has been replaced, as checkpoint_wrapper of fairscale replaces it, "
-            f"and would be lost: wrap the module after replacing it; got {in_brief(own)}"
+            f"{path or 'the model itself'}, a {type(old).__name__}, has {' and '.join(lost)}: "
+            "replace the attention inside of a model before anything is put on it, or by hand"
         )
     with torch.device("meta"):
         new = TorchscaleDilatedAttention(
@@ -424,12 +362,13 @@ def _replacement(
     return new
 
 
-def _refuse_unsupported(name: str, given: Any) -> None:
-    """Raise a `ValueError` unless an argument of `_UNSUPPORTED` is None or False."""
-    if given is not None and given is not False:
-        raise ValueError(
-            f"{name} must be None or False: {_UNSUPPORTED[name]}; got {in_brief(given)}"
-        )
+def _refuse_unsupported(**arguments: Any) -> None:
+    """Raise a `ValueError` unless these arguments, of `_UNSUPPORTED`, are None or False."""
+    for name, given in arguments.items():
+        if given is not None and given is not False:
+            raise ValueError(
+                f"{name} must be None or False: {_UNSUPPORTED[name]}; got {in_brief(given)}"
+            )
 
 
 def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
@@ -467,44 +406,29 @@ def _shown(model: nn.Module) -> str:
     return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
 
 
-def _ints_of(args: Any, name: str) -> Sequence[int]:
+def _ints_of(args: Any, name: str) -> Any:
     """A list of ints of torchscale's configuration, which may be given as text."""
-    value = getattr(args, name, None)
-    if isinstance(value, str):
-        with suppress(SyntaxError, ValueError):
-            value = ast.literal_eval(value)
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"args.{name} must be a list of ints, or its text; got {in_brief(value)}")
-    return value
+    value = getattr(args, name)
+    return ast.literal_eval(value) if isinstance(value, str) else value
 
 
-def refuse_mixed_rows(model: nn.Module, path: str, ranks: int) -> None:
-    """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention.
-
-    `path` is the model's in what the user passed, for the message; empty if it is that.
-    """
+def _refuse_mixed_rows(model: nn.Module, ranks: int) -> None:
+    """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention."""
     for name, module in model.named_modules() if ranks > 1 else ():
         kinds = [kind.__name__ for kind in type(module).__mro__]
-        where = ".".join(part for part in (path, name) if part)
         if "MultiheadAttention" in kinds and "DilatedAttention" not in kinds:
-            crossing = getattr(module, "encoder_decoder_attention", False)
-            found = "cross-attention" if crossing else "attention that is not dilated"
-            wrong = f"which on each of {ranks} ranks would see the keys of that rank alone"
+            found = "attention that is not dilated"
         elif getattr(module, "is_moe_layer", False):
             found = "a layer of experts (moe_freq)"
-            wrong = f"whose capacity on each of {ranks} ranks would count the rows of that rank"
         elif name.rpartition(".")[2] == "embed_positions":
-            found = "an embedding of positions"
-            wrong = (
-                f"which on each of {ranks} ranks would count those of the shard from 0: set it to "
-                "None and pass token_embeddings that have their positions"
-            )
+            found = "an embedding of positions (None where token_embeddings have theirs)"
         else:
             continue
         raise ValueError(
-            f"{where or 'the model itself'} is {found}, {wrong}: shard only a part of the model "
-            "whose other modules treat every row alone (pass that part, an encoder, say, and put "
-            f"its rows together before what follows), or use one rank; got {type(module).__name__}"
+            f"{name or 'the model itself'}, a {type(module).__name__}, is {found}, which on each "
+            f"of {ranks} ranks would see the rows of that rank alone: shard only a part of the "
+            "model whose other modules treat every row alone (pass that part, an encoder, say, and "
+            "put its rows together before what follows), or use one rank"
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
 
@@ -22,7 +21,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.protocols.module import Module
 
-from ..exchange import agree, resolve_exchange
+from ..exchange import agree, resolve_exchange, together
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn import document_positions
@@ -90,22 +89,12 @@ class DilatedInnerAttention(Module):  # type: ignore[misc]
 
         Args:
             parallel_dims: torchtitan's `ParallelDims`.
-
-        Raises:
-            ValueError: tensor parallelism with ``spmd_backend="partial_dtensor"``.
         """
         self._cp = parallel_dims.get_optional_mesh("cp")
-        tp = parallel_dims.get_optional_mesh("tp")
-        if tp is None:
-            return
-        if parallel_dims.spmd_backend != "spmd_types":
-            raise ValueError(
-                "dilated attention under tensor parallelism needs parallelism.spmd_backend="
-                f"'spmd_types', torchtitan's default; got {parallel_dims.spmd_backend!r}"
-            )
-        heads = self._config.num_kv_heads // tp.size()
-        start = tp.get_local_rank() * heads
-        self._head_slice = (start, start + heads, self._config.num_kv_heads)
+        if (tp := parallel_dims.get_optional_mesh("tp")) is not None:
+            heads = self._config.num_kv_heads // tp.size()
+            start = tp.get_local_rank() * heads
+            self._head_slice = (start, start + heads, self._config.num_kv_heads)
 
     def forward(
         self,
@@ -172,11 +161,10 @@ def with_dilated_attention(
         spec: a `ModelSpec`, as a `model_registry` returns it, of a decoder whose attentions are
             `GQAttention`; it is left as it is.
         pattern: which keys each head sees.
-        exchange: ``"ring"`` keeps one message in flight during compute, ``"gather"`` starts all
-            transfers at once; ``"auto"``, the default, gathers where all of them are at most the
-            size of a shard.
-        backend: kernels that compute the tiles, as of `dilated_attention`; ``"auto"``, the default,
-            takes the fastest that supports the tensors.
+        exchange: how rows travel between ranks, ``"auto"``, the default, ``"ring"`` or
+            ``"gather"``; see `AttentionOptions`.
+        backend: kernels that compute the tiles, ``"auto"``, the default, or one of those of
+            `AttentionOptions`.
 
     Returns:
         A new `ModelSpec`.
@@ -186,7 +174,11 @@ def with_dilated_attention(
         TypeError: `pattern` is not a `DilatedPattern`.
         ValueError: a layer has another kind of attention, or an option has an unknown value.
     """
-    _refuse_older_torchtitan()
+    if not hasattr(TrainingConfig, "max_context_length"):  # there tokens have a batch dimension
+        raise ImportError(
+            "dilated attention in torchtitan needs torchtitan's main of 2026-08-21 or newer: pip "
+            "install git+https://github.com/pytorch/torchtitan"
+        )
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
     check_options(exchange=exchange, backend=backend)
@@ -209,19 +201,6 @@ def with_dilated_attention(
     return replace(spec, model=model, parallelize_fn=partial(_parallelize, spec.parallelize_fn))
 
 
-def _refuse_older_torchtitan() -> None:
-    """Raise where tokens have a batch dimension: in versions without this setting."""
-    if not hasattr(TrainingConfig, "max_context_length"):
-        try:
-            got = version("torchtitan")
-        except PackageNotFoundError:  # a clone on the path
-            got = "an older one"
-        raise ImportError(
-            "dilated attention in torchtitan needs torchtitan's main of 2026-08-21 or newer; got "
-            f"{got}: pip install git+https://github.com/pytorch/torchtitan"
-        )
-
-
 def _parallelize(
     function: Callable[..., Any],
     model: Any,
@@ -240,6 +219,11 @@ def _parallelize(
             repr(balancer),
         ),
         (parallel_dims.pp > 1, "parallelism.pipeline_parallel_degree 1", parallel_dims.pp),
+        (
+            parallel_dims.tp > 1 and parallel_dims.spmd_backend != "spmd_types",
+            "parallelism.spmd_backend='spmd_types', torchtitan's default, for tensor parallelism",
+            repr(parallel_dims.spmd_backend),
+        ),
         (
             not training.disable_cuda_graphs and torch.cuda.is_available(),
             "training.disable_cuda_graphs, as documents of a batch are read on the host",
@@ -285,13 +269,10 @@ def _packed(positions: Tensor, cp: Any, name: str | None) -> PackedTokens:
     with ends.calls.enter(_NAME, "positions"):
         starts = set(chain.from_iterable(ends.share(begun)))
     borders = [*sorted({0, *starts}), total]
-    wrong = (ids != document_positions(held, borders)).nonzero().flatten().tolist()
-    failure = None
-    if wrong:
-        failure = ValueError(
-            "positions must count up from 0 in every document; token "
-            f"{held[wrong[0]].item()} of all context-parallel ranks ({name or 'whole'} "
-            f"layout) has position {ids[wrong[0]].item()}"
-        )
-    agree(_NAME, ends, None if failure else {}, failure, positions.device)
+    with together(_NAME, ends, positions.device):
+        if not torch.equal(ids, document_positions(held, borders)):
+            raise ValueError(
+                "positions must count up from 0 in every document, and the layout of the tokens of "
+                f"all context-parallel ranks must be {name or 'whole'}"
+            )
     return PackedTokens(documents=torch.tensor(borders), layout=layout)

@@ -1,18 +1,18 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides.
 
-`heads`, `modules` and `norm` are what the integrations share with them.
+`heads` and `modules` are what the integrations share with them.
 """
 
-from . import heads, modules, norm
+from . import heads, modules
 from .attention import DilatedAttention, MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import attention_policy, keep_attention, map_rows
 from .config import LongNetConfig, SlideEncoderConfig
+from .generate import Sampler
 from .longnet import LongNet
-from .rope import RotaryEmbedding, Rotation, document_positions
+from .positions import RotaryEmbedding, Rotation, document_positions
 from .slide import SlideEncoder
 from .spatial import hilbert_order, inverse_order, sincos_positions
-from .tokens import Sampler
 
 __all__ = [
     "Block",
@@ -33,6 +33,5 @@ __all__ = [
     "keep_attention",
     "map_rows",
     "modules",
-    "norm",
     "sincos_positions",
 ]

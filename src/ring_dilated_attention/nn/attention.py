@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from ..options import (
     check_options,
     read_options,
 )
-from ..parallel import fill, is_fully_sharded
+from ..parallel import fill, is_dtensor, is_fully_sharded
 from ..pattern import (
     DilatedPattern,
     HeadBranches,
@@ -32,10 +31,9 @@ from ..pattern import (
     in_brief,
 )
 from ..tiles import Backend
-from ..torch_op import telling_ranks
+from ..torch_op import padding, telling_ranks
 from .heads import check_head_sizes, project_heads, slice_of_heads
-from .modules import check_rows, without_weights
-from .norm import LayerNorm
+from .modules import LayerNorm, check_rows, without_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
@@ -246,11 +244,6 @@ class MultiheadDilatedAttention(nn.Module):
                 f"what a head sees; got {type(attn_mask).__name__}"
             )
         key_padding_mask = _as_padding(key_padding_mask)
-        if rope is not None and not callable(rope):
-            raise TypeError(
-                "rope must be a function of projected heads, such as RotaryEmbedding(head_dim)"
-                f"(positions); got {in_brief(rope)}"
-            )
 
         def heads(*inputs: Tensor) -> tuple[Tensor, ...]:
             for name, tensor in zip(("query", "key", "value"), inputs, strict=True):
@@ -263,18 +256,12 @@ class MultiheadDilatedAttention(nn.Module):
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         if attend is not None:
             return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
-        out_bnhd = self.attend(
-            q_bnhd,
-            k_bnhd,
-            v_bnhd,
-            is_causal=is_causal,
-            documents=documents,
-            lengths=lengths,
-            key_padding_mask=key_padding_mask,
-            group=group,
-            layout=layout,
-        )
-        return self.combine(out_bnhd), None
+        options = {"is_causal": is_causal, "documents": documents, "group": group, "layout": layout}
+        if lengths is None and not is_dtensor(q_bnhd):  # the first layer reads a mask for all
+            options |= padding(self, key_padding_mask, q_bnhd, layout, group)
+        else:
+            options |= {"lengths": lengths, "key_padding_mask": key_padding_mask}
+        return self.combine(self.attend(q_bnhd, k_bnhd, v_bnhd, **options)), None
 
     # The three parts of forward: the first and the last treat every row alone.
     # One legend: b batch, n local_sequence, h heads or kv_heads, d head_dim, e embed_dim.
@@ -357,8 +344,10 @@ class DilatedAttention(nn.Module):
     Args:
         pattern: which keys each head sees.
         options: see `AttentionOptions`; None: its defaults.
-        fields: fields of `AttentionOptions` by name, in place of those of `options`. They are
-            attributes, too, which can be set: ``layer.layout = layout``.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`.
+
+    Attributes:
+        options: the `AttentionOptions`, which may be replaced between calls.
 
     Raises:
         TypeError: `pattern` is not a `DilatedPattern`, or an option has the wrong type.
@@ -375,16 +364,6 @@ class DilatedAttention(nn.Module):
         check_options(pattern=pattern)
         self.pattern = pattern
         self.options = read_options("DilatedAttention", options, fields)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OptionFields.__annotations__:
-            return getattr(self.options, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in OptionFields.__annotations__:
-            name, value = "options", replace(self.options, **{name: value})
-        super().__setattr__(name, value)
 
     def forward(
         self,

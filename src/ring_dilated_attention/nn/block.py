@@ -14,7 +14,8 @@ from ..parallel import is_fully_sharded
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
-from .modules import IN_CHUNKS, hooks_of, refuse_sharded_apart
+from .config import LongNetConfig, SlideEncoderConfig
+from .modules import IN_CHUNKS, LayerNorm, hooks_of, refuse_sharded_apart
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -25,14 +26,39 @@ class Block(nn.Module, ABC):
     All but attention itself treats every row alone and can be done in chunks of rows. With chunks
     and ``keep_attention``, autograd holds of a block its input, and out and lse of its attention;
     backward recomputes query, key and value from the input, and everything else chunk by chunk.
+
+    Args:
+        config: the shape of the model.
+        has_inner_norm: whether subclasses normalise what `contract` reads, by `inner_norm`.
+        options: further keyword arguments of `MultiheadDilatedAttention`.
     """
 
     is_causal = False
-    attention_norm: nn.Module
-    attention: MultiheadDilatedAttention
-    mlp_norm: nn.Module
-    expand: nn.Linear
-    contract: nn.Linear
+    inner_norm: LayerNorm
+
+    def __init__(
+        self,
+        config: LongNetConfig | SlideEncoderConfig,
+        *,
+        has_inner_norm: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        width, eps = config.embed_dim, config.norm_eps
+        self.attention_norm = LayerNorm(width, eps=eps)
+        self.attention = MultiheadDilatedAttention(
+            width,
+            config.num_heads,
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            head_offsets=config.head_offsets,
+            **options,
+        )
+        self.mlp_norm = LayerNorm(width, eps=eps)
+        self.expand = nn.Linear(width, config.ffn_dim)
+        if has_inner_norm:
+            self.inner_norm = LayerNorm(config.ffn_dim, eps=eps)
+        self.contract = nn.Linear(config.ffn_dim, width)
 
     def forward(
         self,

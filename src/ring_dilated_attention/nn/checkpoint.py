@@ -22,7 +22,6 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -35,8 +34,7 @@ from torch.utils.checkpoint import (
 from ..parallel import is_dtensor
 from ..pattern import check_choice, check_positive_int
 from ..torch_op import AGREED, FORWARD, LENGTHS
-from .modules import runs_hooks
-from .norm import LayerNorm
+from .modules import LayerNorm, runs_hooks
 
 T = TypeVar("T")
 Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
@@ -137,7 +135,10 @@ class _Weights:
         """Raise a `RuntimeError` unless backward, which computes again, has those of forward."""
         for module, name, tensor, version in self._places:
             now = module._parameters.get(name, module._buffers.get(name))
-            same = now is tensor or _is_kept_elsewhere(module, name, now, tensor)
+            # Who shards or offloads weights brings them back by itself: fully_shard has DTensors in
+            # their place, FullyShardedDataParallel attributes, and accelerate meta tensors.
+            is_away = now is None or any(x.is_meta or is_dtensor(x) for x in (now, tensor))
+            same = now is tensor or is_away
             if not same or _version(tensor) != version:
                 other = (
                     "another one (with functional_call use torch.func.grad, or pass tensors that "
@@ -153,20 +154,7 @@ class _Weights:
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place; None where that is not known."""
-    unknown = is_dtensor(tensor) or is_lazy(tensor) or tensor.is_inference()
-    return None if unknown else tensor._version
-
-
-def _is_kept_elsewhere(module: nn.Module, name: str, now: Tensor | None, then: Tensor) -> bool:
-    """Whether whoever shards or offloads weights, and brings them back by itself, has this one.
-
-    `fully_shard` has DTensors in its place, FullyShardedDataParallel makes attributes of weights,
-    and accelerate, which replaces forward, has meta tensors.
-    """
-    if now is None:
-        return name in module.__dict__
-    is_away = "forward" in module.__dict__ and (now.is_meta or then.is_meta)
-    return is_away or is_dtensor(now) or is_dtensor(then)
+    return None if is_dtensor(tensor) or tensor.is_inference() else tensor._version
 
 
 def _refuse_flat_weights(modules: Sequence[nn.Module]) -> None:
@@ -323,48 +311,48 @@ class _MapRows(torch.autograd.Function):
         inputs = saved[: len(saved) - len(ctx.weights.tensors)]
         length, needs = inputs[0].shape[1], ctx.needs_input_grad[4:]
         wanted = [index for index in range(len(inputs)) if needs[index]]
+        ctx.weights.refuse_changes()
+        wants = needs[len(inputs) :]
+        parameters = [*compress(ctx.weights.tensors, wants)]
         is_whole = length <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
-        dparameters: list[Tensor] = []
-        ctx.weights.refuse_changes()
-        # Those that were frozen since forward get none, as autograd has it.
-        have = zip(ctx.weights.tensors, needs[len(inputs) :], strict=True)
-        wants = [need and weight.requires_grad for weight, need in have]
-        parameters = [*compress(ctx.weights.tensors, wants)]
+        totals: list[Tensor] = []  # of the gradients of parameters
         for number, (start, stop) in enumerate(_chunks(length, ctx.rows)):
             chunks = [x[:, start:stop].detach() for x in inputs]
-            for index in wanted:
-                chunks[index].requires_grad_()
-            state = ctx.states[number] if ctx.states else None
-            with torch.enable_grad(), ctx.autocast(), _drawing_again(state, inputs[0].device):
-                results = ctx.function(*chunks)
-            # A result may have no gradient; or one, though nothing trained is a part of it.
-            parts = results if isinstance(results, tuple) else (results,)
-            pairs = [
-                (y, dy[:, start:stop])
-                for y, dy in zip(parts, gradients, strict=True)
-                if dy is not None and y.requires_grad
-            ]
-            if not pairs:
+            of = [*(chunks[i].requires_grad_() for i in wanted), *parameters]
+            dys = [None if dy is None else dy[:, start:stop] for dy in gradients]
+            found = _gradients_of(ctx, number, chunks, of, dys)
+            if found is None:
                 return (None,) * len(ctx.needs_input_grad)
-            of = [*(chunks[index] for index in wanted), *parameters]
-            ys, dys = zip(*pairs, strict=True)
-            dchunks = torch.autograd.grad(ys, of, dys)
-            del results, parts, pairs, ys, dys, of, chunks
-            for index, dchunk in zip(wanted, dchunks, strict=False):
-                if is_whole:
-                    dinputs[index] = dchunk
-                else:
-                    dinputs[index][:, start:stop] = dchunk
-            shares = dchunks[len(wanted) :]
-            dparameters = list(shares) if is_whole else _summed(dparameters, shares)
-            del dchunks, shares
-        summed = (total.to(p.dtype) for total, p in zip(dparameters, parameters, strict=True))
+            shares = found[len(wanted) :]
+            if is_whole:
+                dinputs, totals = dict(zip(wanted, found, strict=False)), list(shares)
+                continue
+            for index, dchunk in zip(wanted, found, strict=False):
+                dinputs[index][:, start:stop] = dchunk
+            totals = _summed(totals, shares)
+            del found, shares, chunks, of  # before the next chunk makes its own
+        summed = (total.to(p.dtype) for total, p in zip(totals, parameters, strict=True))
         return (
             *(None, None, None, None),
             *(dinputs.get(index) for index in range(len(inputs))),
             *(next(summed) if want else None for want in wants),
         )
+
+
+def _gradients_of(
+    ctx: Any, number: int, chunks: list[Tensor], of: list[Tensor], dys: list[Tensor | None]
+) -> Sequence[Tensor] | None:
+    """Gradients of these tensors, from those of a chunk's results; None if no result has one."""
+    state = ctx.states[number] if ctx.states else None
+    with torch.enable_grad(), ctx.autocast(), _drawing_again(state, chunks[0].device):
+        results = ctx.function(*chunks)
+    # A result may have no gradient; or one, though nothing trained is a part of it.
+    ys = results if isinstance(results, tuple) else (results,)
+    pairs = [x for x in zip(ys, dys, strict=True) if x[1] is not None and x[0].requires_grad]
+    if not pairs:
+        return None
+    return torch.autograd.grad([y for y, _ in pairs], of, [dy for _, dy in pairs])
 
 
 @contextmanager
@@ -381,7 +369,7 @@ def _drawing_again(state: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _summed(totals: list[Tensor], shares: tuple[Tensor, ...]) -> list[Tensor]:
+def _summed(totals: list[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
     """Totals of gradients, in float32 at least, with those of another chunk."""
     if not totals:
         return [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in shares]

@@ -14,7 +14,7 @@ from ..pattern import (
     check_positive_int,
 )
 from .heads import check_head_sizes
-from .rope import RotaryEmbedding
+from .positions import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,9 @@ class LongNetConfig:
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document.
         dilation_rates: one per branch of the pattern, in positions.
-        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
-            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
-            (torchscale).
-        head_branches: ``"all"``, the default: every head runs every branch (the paper);
-            ``"split"``: the heads are cut into one contiguous group per branch.
+        head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
+            (torchscale); see `DilatedPattern`.
+        head_branches: ``"all"``, the default (the paper), or ``"split"``; see `DilatedPattern`.
         rope_theta: base of the rotary wavelengths. Default 10,000.
         norm_eps: epsilon of the layer norms. Default 1e-5.
 
@@ -89,9 +87,8 @@ class SlideEncoderConfig:
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
         dilation_rates: one per branch of the pattern, in positions.
-        head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"``, the
-            default, is h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r)
-            (torchscale).
+        head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
+            (torchscale); see `DilatedPattern`.
         zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
             and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
         branch_gradients: ``"exact"``, the default, differentiates the whole function;

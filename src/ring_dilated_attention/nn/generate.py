@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, Step, cached_attention, steps_by_kernel
-from ..documents import Integers, as_ints
+from ..documents import Integers
 from ..exchange import (
     Exchange,
     Group,
@@ -30,17 +28,15 @@ from ..layout import SequenceLayout
 from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
+from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .block import Attend, Block
 from .config import LongNetConfig
 from .modules import runs_hooks
-from .rope import RotaryEmbedding
-from .tokens import (
-    Sampler,
+from .positions import (
+    RotaryEmbedding,
     agreed_positions,
     check_tokens,
-    check_vocabulary,
-    checked_lengths,
     device_of,
     whole_length,
 )
@@ -57,8 +53,11 @@ Each look waits for the device and costs a small collective."""
 CAPTURED_TOKENS = 32
 """Tokens from which on a step is captured: warming up and capturing take as long as 10 steps."""
 
-TakeStep: TypeAlias = Callable[[Tensor], Tensor]
-"""From the next tokens, (batch, 1), to logits, (batch, 1, vocab_size)."""
+MOST_SEED = 2**62 - 1
+"""Of what `torch.Generator` takes, a part that is the same for signed and unsigned numbers."""
+
+_LEAST = 1e-300
+"""In place of a random time of 0, which would give the only token of a row a quotient of inf."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -68,7 +67,6 @@ class GenerateOptions(TypedDict, total=False):
         temperature: as for `Sampler`; 0, the default, always takes the most likely token.
         top_k: as for `Sampler`; None, the default: all tokens.
         top_p: as for `Sampler`; None, the default: all tokens.
-        allowed: (vocab_size,) bool: the tokens that may be drawn. None, the default: all.
         stop_token: a row that has produced it goes on with this token alone, and generation
             ends when all rows have; checking that waits for the device in every step. None, the
             default: there is none.
@@ -76,8 +74,6 @@ class GenerateOptions(TypedDict, total=False):
             of ranks.
         lengths: (batch,) ints: row b of the prompt has that many tokens, at least 1, and
             padding behind them; new tokens follow the last one. None: no padding.
-        documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
-            the last one of each row is continued. None: one document.
         group: the ranks that share each prompt: a ProcessGroup, a 1-D DeviceMesh, or None for
             one process. All of them compute the same new tokens.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -95,11 +91,9 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
-    allowed: Tensor | None
     stop_token: int | None
     seed: int
     lengths: Integers | None
-    documents: Integers | None
     group: Group
     mesh: Group
     layout: SequenceLayout | None
@@ -144,28 +138,12 @@ class TokenGenerator(nn.Module):
         """
         return F.linear(self.norm(hidden), self.embedding.weight)
 
-    def make_caches(
-        self,
-        batch: int,
-        *,
-        max_length: int | None = None,
-        max_rewind: int = 0,
-        group: Group = None,
-        mesh: Group = None,
-        sharded: bool | None = None,
-    ) -> list[DilatedKVCache]:
+    def make_caches(self, batch: int, **options: Any) -> list[DilatedKVCache]:
         """A KV cache for each block, on the model's device, in its dtype or that of autocast.
 
         Args:
             batch: rows of the batch.
-            max_length: the most positions of a document, those of the prompt included; None, the
-                default: any number, not for patterns with a segment length of None.
-            max_rewind: the most positions that `DilatedKVCache.rewind` may take back at a time.
-            group: the ranks that generate together: a ProcessGroup, a 1-D DeviceMesh, or None for
-                one process.
-            mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
-            sharded: whether the ranks share the rows of each cache; None, the default: where a
-                cache is large. See `DilatedKVCache`.
+            options: `max_length`, `max_rewind`, `group`, `mesh` and `sharded` of `DilatedKVCache`.
 
         Raises:
             TypeError, ValueError: an argument is not allowed.
@@ -187,13 +165,10 @@ class TokenGenerator(nn.Module):
                     batch,
                     heads if own is None else own.stop - own.start,
                     config.embed_dim // config.num_heads,
-                    max_length=max_length,
-                    max_rewind=max_rewind,
                     dtype=like.dtype,
                     device=weight.device,
-                    group=one_group(group, mesh),
-                    sharded=sharded,
                     head_slice=own,
+                    **options,
                 )
             )
         return caches
@@ -205,23 +180,18 @@ class TokenGenerator(nn.Module):
         caches: Sequence[DilatedKVCache],
         *,
         lengths: Integers | None = None,
-        documents: Integers | None = None,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """Read a prompt: logits of the token that follows it; the caches then hold the prompt.
 
         `forward`, whose keys and values each block hands to its cache and drops. Without gradients.
-        Every rank of the caches' group makes the call, with its shard. If a block fails, all of the
-        caches are empty.
+        Every rank of the caches' group makes the call, with its shard.
 
         Args:
             tokens: the local shard of the prompt, int64, shape (batch, local_sequence).
             caches: of `make_caches`; what they held is dropped.
             lengths: (batch,) ints, or a 1-D int32 or int64 tensor: row b has that many tokens, at
                 least 1, of the whole prompt, and padding behind them. None: no padding.
-            documents: cumulative lengths of documents packed in the whole prompt, as for `forward`;
-                the last one of each row goes on, and may then end behind the longest row. None: one
-                document.
             layout: which positions each rank holds; None means contiguous equal shards.
 
         Returns:
@@ -231,34 +201,22 @@ class TokenGenerator(nn.Module):
             TypeError, ValueError: an argument is not allowed, or the ranks disagree about one;
                 raised on every rank.
         """
-        _check_caches(self, caches)
-        ends = caches[0].exchange
-        check = partial(_check_tokens, self, tokens, caches)
-        found = agreed_positions(tokens, documents, ends, layout, lengths, check)
-        options: dict[str, Any] = {
-            "documents": found.documents,
-            "lengths": found.lengths,
-            "layout": layout,
-        }
+        blocks, ends = _blocks_with(self, caches), caches[0].exchange
+        positions, _, known = agreed_positions(tokens, ends, layout, lengths=lengths)
+        options: dict[str, Any] = {"lengths": known, "layout": layout}
+        for cache in caches:  # else, if a block fails, some would hold the prompt before
+            cache.reset()
 
-        def attend(
-            block: Block, cache: DilatedKVCache, query: Tensor, key: Tensor, value: Tensor
-        ) -> Tensor:
-            query, key, value = autocast_inputs(query, key, value)
+        def attend(block: Block, cache: DilatedKVCache, *heads: Tensor) -> Tensor:
+            query, key, value = autocast_inputs(*heads)
             out = block.attention.attend(query, key, value, is_causal=True, group=ends, **options)
             cache.prefill(key, value, **options)
             return out
 
-        try:
-            attends = [partial(attend, *pair) for pair in zip(_blocks(self), caches, strict=True)]
-            hidden = _through(self, tokens, found.rotary[None], attends)
-        except BaseException:  # some caches have the prompt, and others do not
-            for cache in caches:
-                with suppress(RuntimeError):  # of a device that has failed: the first one says more
-                    cache.reset()
-            raise
+        attends = [partial(attend, *pair) for pair in zip(blocks, caches, strict=True)]
+        hidden = _through(self, tokens, positions[None], blocks, caches, attends)
         total = whole_length(tokens, ends.world_size, layout)
-        lasts = [n - 1 for n in found.lengths or [total] * len(tokens)]
+        lasts = [n - 1 for n in known or [total] * len(tokens)]
         layout = layout or SequenceLayout.contiguous(total, ends.world_size)
         return self.logits(_last_rows(hidden, lasts, layout, ends)[:, None])[:, 0]
 
@@ -268,9 +226,8 @@ class TokenGenerator(nn.Module):
 
         Without gradients. Positions come from the caches' `lengths`, on their device, and nothing
         waits for it. Several tokens per row, as in speculative decoding, cost little more than one;
-        `DilatedKVCache.rewind` takes back those that are rejected. A step that fails leaves the
-        caches as they were, so that it can be tried again; one of m tokens, m > 1, only where the
-        `max_rewind` of the caches is at least m - 1.
+        `DilatedKVCache.rewind` takes back those that are rejected. After a step that failed, begin
+        again with `prefill`: some of the caches may hold its tokens.
 
         Args:
             tokens: int64, shape (batch, m), m from 1 on: of the next m positions of every row, the
@@ -293,32 +250,30 @@ class TokenGenerator(nn.Module):
             >>> model.step(logits.argmax(-1, keepdim=True), caches).shape
             torch.Size([1, 1, 256])
         """
-        _check_caches(self, caches)
+        blocks = _blocks_with(self, caches)
         check_tokens(tokens, "(batch, m)")
-        count = tokens.shape[1]
-        if not count:
+        if not tokens.shape[1]:
             raise ValueError(
                 f"a step must have one token at least; got tokens of shape {tuple(tokens.shape)}"
             )
-        _check_tokens(self, tokens, caches, waits=False)
+        held = {cache.known_lengths for cache in caches}
+        if len(held) > 1:
+            raise ValueError(
+                "the caches of all blocks must hold the same positions; got "
+                f"{' and '.join(str(list(x[:8])) for x in sorted(held))}: rewind, select and reset "
+                "them all, and call prefill after a step that failed"
+            )
         positions = caches[0].lengths.unsqueeze(1)
-        if count > 1:
-            positions = positions + torch.arange(count, device=positions.device)
-        shared, before = Step(), [cache.known() for cache in caches]
+        if tokens.shape[1] > 1:
+            positions = positions + torch.arange(tokens.shape[1], device=positions.device)
+        shared = Step()
         attends = [
             partial(
                 cached_attention, cache=cache, scale=layer.scale, backend=layer.backend, step=shared
             )
-            for layer, cache in zip((x.attention for x in _blocks(self)), caches, strict=True)
+            for layer, cache in zip((x.attention for x in blocks), caches, strict=True)
         ]
-        try:
-            return self.logits(_through(self, tokens, positions, attends))
-        except BaseException:  # some caches have these positions, and others do not
-            for cache, known in zip(caches, before, strict=True):
-                if cache.known() != known and count <= cache.plan.max_rewind + 1:
-                    with suppress(RuntimeError):  # as in `prefill`
-                        cache.set_known(known, count)
-            raise
+        return self.logits(_through(self, tokens, positions, blocks, caches, attends))
 
     def stream(
         self, tokens: Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]
@@ -332,9 +287,9 @@ class TokenGenerator(nn.Module):
         """
         given: dict[str, Any] = dict(options)
         ends = resolve_exchange(one_group(given.pop("group", None), given.pop("mesh", None)))
-        stop, sharded, capture, lengths, documents, layout = (
+        stop, sharded, capture, lengths, layout = (
             given.pop(name, None)
-            for name in ("stop_token", "sharded", "capture", "lengths", "documents", "layout")
+            for name in ("stop_token", "sharded", "capture", "lengths", "layout")
         )
         device, vocabulary = device_of(tokens), self.config.vocab_size
         with together(_NAME, ends, device) as agreed:
@@ -344,14 +299,18 @@ class TokenGenerator(nn.Module):
                 raise TypeError(f"capture must be a bool or None, got {in_brief(capture)}")
             if stop is not None and not 0 <= check_int("stop_token", stop) < vocabulary:
                 raise ValueError(f"stop_token must be from 0 to {vocabulary - 1}; got {stop}")
-            longest = _longest_prompt(tokens, lengths, layout, ends)
+            check_options(layout=layout)
+            prompt = whole_length(tokens, ends.world_size, layout)
+            if not len(tokens) or not prompt:
+                raise ValueError(
+                    f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}"
+                )
             # What is left are its options; it refuses others.
             sampler = Sampler(vocabulary, device=device, **given)
             caches = self.make_caches(
-                len(tokens), max_length=longest + max_new_tokens, group=ends, sharded=sharded
+                len(tokens), max_length=prompt + max_new_tokens, group=ends, sharded=sharded
             )
             in_graph = _captures(capture, self, caches, max_new_tokens)
-            allowed = given.get("allowed")
             agreed.on(
                 {
                     "max_new_tokens": max_new_tokens,
@@ -359,11 +318,10 @@ class TokenGenerator(nn.Module):
                     "sharded": sharded,
                     "capture": capture,
                     **{x: getattr(sampler, x) for x in ("temperature", "top_k", "top_p", "seed")},
-                    "allowed": None if allowed is None else _digest(allowed),
                 }
             )
-        logits = self.prefill(tokens, caches, lengths=lengths, documents=documents, layout=layout)
-        take: TakeStep = partial(self.step, caches=caches)
+        logits = self.prefill(tokens, caches, lengths=lengths, layout=layout)
+        take: Callable[[Tensor], Tensor] = partial(self.step, caches=caches)
         if in_graph:
             at = caches[0].lengths
             try:
@@ -411,15 +369,46 @@ class TokenGenerator(nn.Module):
 
 
 def _blocks(model: TokenGenerator) -> list[Block]:
+    """The blocks; raises a `ValueError` for attention that does not go through a cache."""
     blocks = cast("list[Block]", model.blocks)
     for index, block in enumerate(blocks):
-        if not hasattr(block.attention, "attend"):  # a wrapper of torch's hands attributes on
+        layer = block.attention
+        if not hasattr(layer, "attend"):  # a wrapper of torch's hands attributes on
             raise ValueError(
                 f"blocks[{index}].attention must be a MultiheadDilatedAttention to generate; got a "
-                f"{type(block.attention).__name__}"
+                f"{type(layer).__name__}"
+            )
+        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
+            raise ValueError(
+                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
+                "does not call: generate by forward of the whole text, or change project or "
+                "combine in its place"
             )
         if model.chunk_rows is not None:  # on every rank, however many rows it has
             block.refuse_own_call()
+    return blocks
+
+
+def _blocks_with(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> list[Block]:
+    """The blocks; raises unless each has a cache of its own, of its pattern."""
+    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
+        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
+    blocks = _blocks(model)
+    if not len(blocks) == len(caches) == len({id(cache) for cache in caches}):
+        raise ValueError(
+            f"each of {len(blocks)} blocks needs a cache of its own; got {len(caches)} caches, "
+            f"{len({id(cache) for cache in caches})} of them different"
+        )
+    for block, cache in zip(blocks, caches, strict=True):
+        layer, plan = block.attention, cache.plan
+        if layer.head_slice is not None or plan.pattern is not layer.pattern:  # in every step
+            pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
+            if plan.pattern != pattern:
+                raise ValueError(
+                    f"a cache must have the pattern of its block, {pattern}; got one of "
+                    f"{plan.pattern}: make the caches with make_caches of this model, and anew "
+                    "when its patterns have changed"
+                )
     return blocks
 
 
@@ -427,28 +416,25 @@ def _through(
     model: TokenGenerator,
     tokens: Tensor,
     positions: Tensor,
+    blocks: Sequence[Block],
+    caches: Sequence[DilatedKVCache],
     attends: Sequence[Attend],
 ) -> Tensor:
     """The residual stream behind the blocks, each with its attention; positions (1 or batch, m)."""
-    rotation, hidden = model.rope(positions), model.embed(tokens)
-    for block, attend in zip(_blocks(model), attends, strict=True):
-        asked: list[bool] = []
-        through = partial(_asked, asked, attend)
+    rotation = model.rope(positions)
+    hidden = telling_ranks(caches[0].exchange, model.embed, tokens)
+    for block, cache, attend in zip(blocks, caches, attends, strict=True):
+        before = cache.known_lengths
         hidden = block(
-            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=through
+            hidden, rotation.cos, rotation.sin, chunk_rows=model.chunk_rows, attend=attend
         )
-        if not asked:  # its cache holds nothing of these tokens
+        if cache.known_lengths == before:
             raise ValueError(
                 f"the forward of a {type(block.attention).__name__} leaves its argument attend "
                 "aside, by which attention goes through the KV cache: generate by forward of the "
                 "whole text, or call it"
             )
     return hidden
-
-
-def _asked(asked: list[bool], attend: Attend, *heads: Tensor) -> Tensor:
-    asked.append(True)
-    return attend(*heads)
 
 
 def _last_rows(
@@ -459,79 +445,14 @@ def _last_rows(
     `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
     """
     found = hidden.new_zeros(len(lasts), hidden.shape[2])
-    own = [piece for piece in layout.pieces if piece.rank == ends.rank]
-    for row, last in enumerate(lasts):
-        for piece in own:
-            if piece.start <= last < piece.stop:
-                found[row] = hidden[row, piece.local + last - piece.start]
+    positions = layout.positions(ends.rank, device=hidden.device)
+    row, local = (torch.tensor(lasts, device=hidden.device)[:, None] == positions).nonzero().mT
+    found[row] = hidden[row, local]
     if ends.world_size == 1:
         return found
     with ends.calls.enter("LongNet.prefill", "last rows") as scope:
         settle(scope, ends, hidden.device)
         return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
-
-
-def _check_caches(model: TokenGenerator, caches: Sequence[DilatedKVCache]) -> None:
-    """Raise unless each block has a cache of its pattern, and all hold equally many positions."""
-    if not isinstance(caches, Sequence) or not all(isinstance(x, DilatedKVCache) for x in caches):
-        raise TypeError(f"caches must be those of make_caches; got {in_brief(caches)}")
-    if len(caches) != len(model.blocks):
-        raise ValueError(
-            f"there must be a cache for each of {len(model.blocks)} blocks; got {len(caches)}"
-        )
-    lengths = caches[0].known_lengths
-    if len({id(cache) for cache in caches}) < len(caches):
-        raise ValueError("every block needs a cache of its own; got one cache for several blocks")
-    for block, cache in zip(_blocks(model), caches, strict=True):
-        layer, plan = block.attention, cache.plan
-        if getattr(layer.attend, "__func__", None) is not MultiheadDilatedAttention.attend:
-            raise ValueError(
-                f"a {type(layer).__name__} has an attend of its own, which a step with a KV cache "
-                "does not call: generate by forward of the whole text, or change project or "
-                "combine in its place"
-            )
-        if layer.head_slice is not None or plan.pattern is not layer.pattern:  # in every step
-            pattern = layer.pattern.of_heads(layer.head_slice, plan.num_kv_heads)
-            if plan.pattern != pattern:
-                raise ValueError(
-                    f"a cache must have the pattern of its block, {pattern}; got one of "
-                    f"{plan.pattern}: make the caches with make_caches of this model, and anew "
-                    "when its patterns have changed"
-                )
-        if cache.known_lengths != lengths:
-            raise ValueError(
-                "the caches of all blocks must hold the same positions; the first holds "
-                f"{list(lengths[:8])}, another one {list(cache.known_lengths[:8])}: rewind, "
-                "select and reset them all"
-            )
-
-
-def _check_tokens(
-    model: TokenGenerator, tokens: Tensor, caches: Sequence[DilatedKVCache], *, waits: bool = True
-) -> None:
-    """Raise a `ValueError` unless each row of the caches has tokens, all in the vocabulary.
-
-    On a GPU the second is looked at only if the call `waits` for it.
-    """
-    batch = len(caches[0].known_lengths)
-    if len(tokens) != batch:
-        raise ValueError(f"the caches are for {batch} rows; got tokens for {len(tokens)}")
-    is_plain = getattr(model.embed, "__func__", None) is TokenGenerator.embed
-    if is_plain and (waits or tokens.is_cpu):
-        check_vocabulary(tokens, model.embedding)
-
-
-def _longest_prompt(
-    tokens: Tensor, lengths: Integers | None, layout: SequenceLayout | None, ends: Exchange
-) -> int:
-    """The positions of the longest prompt; raises unless each row has one."""
-    check_options(layout=layout)
-    total = whole_length(tokens, ends.world_size, layout)
-    if not len(tokens) or not total:
-        raise ValueError(f"the prompt must have a token; got tokens of shape {tuple(tokens.shape)}")
-    if lengths is None:
-        return total
-    return max(checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total))
 
 
 def _captures(
@@ -542,47 +463,32 @@ def _captures(
     Raises:
         ValueError: it is asked for, and cannot be.
     """
-    if capture is False:
-        return False
     cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
     layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]
-    for cannot, why in (
-        (device.type != "cuda", f"needs a CUDA device: move model and tokens from {device}"),
-        (
-            cache.is_sharded,
-            "needs caches that every rank holds whole, and the ranks share their rows "
-            f"({cache.nbytes:,} bytes a cache on each rank): give sharded=False",
+    reasons = {
+        f"a CUDA device, not {device}": device.type == "cuda",
+        "caches that each rank holds whole, sharded=False": not cache.is_sharded,
+        "modules without hooks, which would not be called for each token": not any(
+            map(runs_hooks, modules)
         ),
-        (
-            any(map(runs_hooks, modules)),
-            "is given, but modules of the model have hooks, which a CUDA graph would not call for "
-            "each token: remove them",
+        "the decoding kernels: float16, bfloat16 or float32, and backend='auto' or 'triton'": all(
+            steps_by_kernel(cache, layer.backend) for layer in layers
         ),
-        (
-            not all(steps_by_kernel(cache, layer.backend) for layer in layers),
-            "is given, but the decoding kernels do not compute attention of this model, and only "
-            "they read positions on the device: take float16, bfloat16 or float32, and "
-            "backend='auto' or 'triton'",
-        ),
-    ):
-        if cannot and capture:
-            raise ValueError(f"capture=True {why}, or give capture=False")
-        if cannot:
-            return False
-    return capture is True or (
+    }
+    missing = [reason for reason, is_met in reasons.items() if not is_met]
+    if capture and missing:
+        raise ValueError(f"capture=True needs {' and '.join(missing)}; or give capture=False")
+    helps = (
         max_new_tokens >= CAPTURED_TOKENS
         and not torch.is_autocast_enabled(device.type)
         and not any(map(is_dtensor, model.parameters()))
     )
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(str(tensor.tolist()).encode(), digest_size=4).hexdigest()
+    return not missing and (helps if capture is None else capture)
 
 
 def _drawn(
-    take: TakeStep,
+    take: Callable[[Tensor], Tensor],
     ends: Exchange,
     logits: Tensor,
     sampler: Sampler,
@@ -591,39 +497,137 @@ def _drawn(
 ) -> Iterator[Tensor]:
     """Tokens, one (batch,) tensor a step."""
     finished: Tensor | None = None
-    unchecked: list[Tensor] = []
-    largest: list[Tensor] = []  # logits of those steps: a NaN is larger than all numbers
     tokens: Tensor | None = None
+    unchecked: list[tuple[Tensor, Tensor]] = []
     for left in range(max_new_tokens, 0, -1):
         with torch.no_grad():
             if tokens is not None:
                 logits = take(tokens.unsqueeze(1)).squeeze(1)
-            logits = sampler.allowed(logits)
-            largest.append(logits.amax(-1))
-            tokens = sampler.draw(logits)
-        all_finished = False
+            largest = logits.amax(-1)  # a NaN is larger than all numbers
+            tokens = sampler(logits)
         if stop is not None:
             if finished is not None:
                 tokens = tokens.masked_fill(finished, stop)
             finished = tokens == stop
-            all_finished = bool(finished.all())
-        unchecked.append(tokens)
-        is_last = left == 1 or all_finished
+        unchecked.append((tokens, largest))
+        is_last = left == 1 or (finished is not None and bool(finished.all()))
         if is_last or len(unchecked) == CHECKED_STEPS:
-            _look_at(unchecked, largest, ends)
-            unchecked, largest = [], []
+            _look_at(unchecked, ends)
+            unchecked.clear()
         yield tokens.clone()  # whoever changes it in place does not change the text
         if is_last:
             return
 
 
-def _look_at(tokens: list[Tensor], largest: list[Tensor], ends: Exchange) -> None:
+def _look_at(steps: Sequence[tuple[Tensor, Tensor]], ends: Exchange) -> None:
     """Raise, on every rank, unless ranks drew the same tokens from logits with finite maxima."""
+    tokens, largest = map(torch.stack, zip(*steps, strict=True))
     failure = None
-    if not torch.stack(largest).isfinite().all():
+    if not largest.isfinite().all():
         failure = ValueError(
-            "logits are not finite, or -inf for all tokens that are allowed, so that none can be "
-            "drawn: look at the weights, and at the dtype"
+            "logits are not finite, so that no token can be drawn: look at the weights, and at the "
+            "dtype"
         )
-    drawn = {"the last tokens drawn": _digest(torch.stack(tokens))} if ends.world_size > 1 else {}
-    agree(_NAME, ends, None if failure else drawn, failure, tokens[0].device)
+    drawn = {"the last tokens drawn": tokens.tolist()} if ends.world_size > 1 else {}
+    agree(_NAME, ends, None if failure else drawn, failure, tokens.device)
+
+
+class Sampler:
+    """Draws a token for every row of logits.
+
+    `temperature` comes first, then `top_k`, then `top_p`, as elsewhere. Draws are computed in
+    float64 from the state of a generator of its own: equal logits give equal tokens on every rank.
+
+    Args:
+        vocab_size: number of tokens.
+        temperature: logits are divided by it; 0, the default, always takes the most likely token,
+            whatever the other options are.
+        top_k: draw among this many most likely tokens only, at most `vocab_size`, and those as
+            likely as the last of them. None, the default: all.
+        top_p: draw among the fewest most likely tokens whose probabilities add up to at least this,
+            in (0, 1]. None, the default: all.
+        seed: of the draws, from 0 to 2**62 - 1.
+        device: where the logits are; None: torch's default.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> sampler = Sampler(4, temperature=0.8, top_k=1)
+        >>> sampler(torch.tensor([[0.0, 3.0, 1.0, 2.0]]))
+        tensor([1])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        vocab_size = check_positive_int("vocab_size", vocab_size)
+        self.temperature = _check_number("temperature", temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and >= 0; got {temperature!r}")
+        if top_k is not None and check_positive_int("top_k", top_k) > vocab_size:
+            raise ValueError(f"top_k must be at most {vocab_size}; got {top_k}")
+        if top_p is not None and not 0 < _check_number("top_p", top_p) <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1; got {top_p!r}")
+        if not 0 <= check_int("seed", seed) <= MOST_SEED:
+            raise ValueError(f"seed must be from 0 to {MOST_SEED}; got {seed}")
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.top_k, self.top_p, self.seed = top_k, top_p, seed
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Draw tokens.
+
+        Args:
+            logits: shape (batch, vocab_size), floating, finite for one token at least; -inf where a
+                token must not be drawn.
+
+        Returns:
+            Tokens, int64, shape (batch,).
+        """
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        # A random race: a token of probability p ends after a time that is exponential with rate p,
+        # and wins with probability p. One of probability 0 never ends.
+        shares = self.probabilities(logits)
+        times = torch.empty_like(shares).exponential_(generator=self._generator)
+        return shares.div_(times.clamp_min_(_LEAST)).argmax(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """With which probability each token is drawn, at a temperature above 0.
+
+        Args:
+            logits: as for a draw.
+
+        Returns:
+            float64, shape (batch, vocab_size).
+        """
+        # Less the largest: a quotient by a cold temperature may be -inf, but never inf, and large
+        # logits that are nearly equal keep the digits in which they differ.
+        logits = logits.double() - logits.amax(-1, keepdim=True)
+        if self.top_k is not None and self.top_k < self._vocab_size:
+            lowest = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        shares = (logits / self.temperature).softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return shares
+        falling, order = shares.sort(descending=True, stable=True)
+        # Those that the more likely ones alone reach top_p without.
+        falling.masked_fill_(falling.cumsum(-1) - falling >= self.top_p, 0)
+        shares.scatter_(-1, order, falling)
+        return shares.div_(shares.sum(-1, keepdim=True))
+
+
+def _check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number; got {in_brief(value)}")
+    return float(value)

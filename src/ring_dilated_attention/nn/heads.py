@@ -137,40 +137,32 @@ def slice_of_projections(
         None where the rank has all heads.
 
     Raises:
-        ValueError: the weights do not say which heads they are, or the rank has others than they
-            say, or query heads without all their KV heads.
+        ValueError: the weights do not say which heads they are, or not all KV heads of the query
+            heads are on this rank.
     """
     if own == layer:
         return None
-    if not own.is_fraction_of(layer):
+    first = [_first_head(*each) for each in zip(weights, layer, own, strict=True)]
+    known = [head for head in first if head is not None]
+    if len(known) < 2 or not Heads(*known).is_fraction_of(layer) or not own.is_fraction_of(layer):
         raise ValueError(
-            f"{name} has {own} on this rank, of {layer}: tensor parallelism must split KV heads as "
-            "it splits query heads, over a number of ranks that divides both; use fewer ranks"
+            f"{name} has {own} on this rank, of {layer}, and its weights do not say which: tensor "
+            "parallelism must shard the rows of both projections alike, by whole heads, over ranks "
+            "whose number divides both (ColwiseParallel). Else name the heads by head_slice="
+            "(start, stop, total), in KV heads"
         )
-    found = []
-    for weight, total, heads in zip(weights, layer, own, strict=True):
-        rows = None if weight is None else rows_of(weight)
-        if rows is None:
-            raise ValueError(
-                f"{name} has {own} on this rank, of {layer}, and its weights do not say which: "
-                "they are not sharded by rows over the ranks of a DeviceMesh (ColwiseParallel). "
-                "Name them by head_slice=(start, stop, total), in KV heads"
-            )
-        start, stop, whole = rows.start * total, rows.stop * total, weight.shape[0]
-        if whole % total or start % whole or stop - start != heads * whole:
-            raise ValueError(
-                f"{name} has {own} on this rank, of {layer}; its weights have rows {rows.start} to "
-                f"{rows.stop} of {whole} here, which are other heads: the model's number of heads "
-                "and its weights must be those of the whole layer, sharded by whole heads"
-            )
-        found.append(start // whole)
-    query, key = found
-    if query * layer.kv != key * layer.query:
-        raise ValueError(
-            f"{name}: this rank's query heads begin with head {query} of {layer.query}, its KV "
-            f"heads with head {key} of {layer.kv}: shard both over the ranks in the same order"
-        )
-    return HeadSlice(key, key + own.kv, layer.kv)
+    return HeadSlice(known[1], known[1] + own.kv, layer.kv)
+
+
+def _first_head(weight: Any, total: int, count: int) -> int | None:
+    """The first of `count` heads of `total` whose rows of a weight this rank has, if it has."""
+    rows = None if weight is None else rows_of(weight)
+    if rows is None:
+        return None
+    whole = weight.shape[0]
+    head, apart = divmod(rows.start * total, whole)
+    is_whole = whole % total == 0 and not apart and len(rows) * total == count * whole
+    return head if is_whole else None
 
 
 def rows_of(weight: Tensor) -> range | None:

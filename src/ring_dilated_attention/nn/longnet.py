@@ -16,17 +16,14 @@ from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from ..options import Schedule
 from ..parallel import fill, refuse_beside_wrapper
-from ..pattern import shape_in_brief
 from ..tiles import Backend
-from .attention import MultiheadDilatedAttention
+from ..torch_op import telling_ranks
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import LongNetConfig
 from .generate import TokenGenerator
-from .modules import IN_CHUNKS, is_plain, refuse_sharded_apart, without_weights
-from .norm import LayerNorm
-from .rope import RotaryEmbedding, Rotation
-from .tokens import agreed_positions, check_tokens, check_vocabulary
+from .modules import IN_CHUNKS, LayerNorm, refuse_sharded_apart, without_weights
+from .positions import RotaryEmbedding, Rotation, agreed_positions
 
 
 class LongNetBlock(Block):
@@ -41,26 +38,15 @@ class LongNetBlock(Block):
     """
 
     is_causal = True
-    attention_norm: LayerNorm
-    mlp_norm: LayerNorm
 
     def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.attention = MultiheadDilatedAttention(
-            config.embed_dim,
-            config.num_heads,
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
-            head_offsets=config.head_offsets,
+        super().__init__(
+            config,
             head_branches=config.head_branches,
             num_kv_heads=config.num_kv_heads,
             exchange=exchange,
             backend=backend,
         )
-        self.mlp_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.expand = nn.Linear(config.embed_dim, config.ffn_dim)
-        self.contract = nn.Linear(config.ffn_dim, config.embed_dim)
 
     def _rope(self, *tables: Tensor) -> Callable[[Tensor], Tensor]:
         return Rotation(*tables).__call__
@@ -192,9 +178,10 @@ class LongNet(TokenGenerator):
         Raises:
             TypeError: this rank's `tokens` are not int64.
             ValueError: this rank's tokens do not fit, or its layout is for another number of ranks
-                or another local length; a token is not in the vocabulary (looked for on CPUs);
-                some other rank refused its arguments; with labels, the model is in
-                DistributedDataParallel, which must be called instead; and see `dilated_attention`.
+                or another local length; some other rank refused its arguments; with labels, the
+                model is in DistributedDataParallel, which must be called instead; and see
+                `dilated_attention`.
+            IndexError: a token is not in the vocabulary (on CPUs; a GPU stops at an assertion).
         """
         group = one_group(group, mesh)
         if labels is not None:
@@ -209,16 +196,7 @@ class LongNet(TokenGenerator):
         losses = map_rows(self._losses, hidden, labels, rows=self.chunk_rows, modules=modules)
         return losses.sum()
 
-    def loss(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        documents: Integers | None = None,
-        group: Group = None,
-        mesh: Group = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Cross-entropy, in nats, summed over the local positions.
 
         It calls the module with these labels, so that hooks run, those of `fully_shard` too.
@@ -227,10 +205,8 @@ class LongNet(TokenGenerator):
             tokens: the local shard, int64, shape (batch, local_sequence).
             labels: the token that follows each of `tokens`, whichever rank holds it; the shape and
                 dtype of `tokens`. Where it is -100, nothing is learnt.
-            documents: as for `forward`; the last label of a document counts like any other.
-            group: as for `forward`, as are `mesh` and `layout`.
-            mesh: another name for `group`.
-            layout: which positions each rank holds; None means contiguous equal shards.
+            options: `documents`, `group`, `mesh` and `layout`, as for `forward`. The last label of
+                a document counts like any other.
 
         Returns:
             A scalar, summed in float32 (float64 for float64 parameters); 0 where there is no local
@@ -242,29 +218,10 @@ class LongNet(TokenGenerator):
             ValueError: as in `forward`, or the labels have another shape than the tokens; or the
                 model is in DistributedDataParallel, which must be called instead.
         """
-        group = one_group(group, mesh)
         refuse_beside_wrapper(self)
-        options = {"documents": documents, "group": group, "layout": layout}
         # None would be a call for logits: as anything else that is no tensor, it is refused.
         loss: Tensor = self(tokens, "None" if labels is None else labels, **options)
         return loss
-
-    def _check_tokens(self, tokens: Tensor, labels: Tensor | None) -> None:
-        """Raise unless labels fit the tokens, and on a CPU, where looking is free, they are known.
-
-        A GPU stops at a token that has no embedding, with an assertion of its own.
-        """
-        if labels is not None:
-            check_tokens(labels, "(batch, local_sequence)", "labels")
-            if labels.shape != tokens.shape:
-                raise ValueError(
-                    f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
-                    f"got {shape_in_brief(labels)}"
-                )
-        if torch.compiler.is_compiling() or type(tokens) is not Tensor or not tokens.is_cpu:
-            return
-        if is_plain(self.embedding, nn.Embedding):  # a hook may replace tokens
-            check_vocabulary(tokens, self.embedding)
 
     def _hidden(
         self,
@@ -275,16 +232,18 @@ class LongNet(TokenGenerator):
         layout: SequenceLayout | None,
     ) -> Tensor:
         """The residual stream after the last block: (batch, local_sequence, embed_dim)."""
-        check = partial(self._check_tokens, tokens, labels)
-        found = agreed_positions(tokens, documents, group, layout, check=check)
-        rotation = self.rope(found.rotary[None])
-        hidden = map_rows(self.embed, tokens, rows=self.chunk_rows, modules=(self.embedding,))
+        positions, documents, _ = agreed_positions(
+            tokens, group, layout, documents=documents, labels=labels
+        )
+        rotation = self.rope(positions[None])
+        embed = partial(map_rows, self.embed, rows=self.chunk_rows, modules=(self.embedding,))
+        hidden = telling_ranks(group, embed, tokens)
         around: Checkpoint = "keep_attention" if self.checkpoint_blocks > 1 else "none"
         through = partial(
             self._through,
             checkpoint=self.checkpoint,
             chunk_rows=self.chunk_rows,
-            documents=found.documents,
+            documents=documents,
             group=group,
             layout=layout,
         )

@@ -1,17 +1,21 @@
-"""What the library asks of modules: hooks, initial weights, who gathers them, shapes of inputs."""
+"""Modules in general: hooks, initial weights, who gathers them, shapes of inputs; and the norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..parallel import is_fully_sharded
+from ..engine import autocast_dtype
+from ..kernels import normalizes_gelu
+from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import in_brief, shape_in_brief
+from ..torch_op import gelu_norm
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -83,9 +87,81 @@ def refuse_sharded_apart(owner: nn.Module, names: Iterable[str], why: str) -> No
 
 def check_rows(name: str, tensor: Any, width: int, shape: str) -> None:
     """Raise unless an argument is a dense tensor of 3 dimensions, `shape` in words and `width`."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {in_brief(tensor)}")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, not a sparse or nested one")
     if tensor.dim() != 3 or tensor.shape[2] != width:
         raise ValueError(f"{name} must have shape {shape}{width}); got {shape_in_brief(tensor)}")
+
+
+# --- The norm
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, whose result under autocast has the dtype of a half-precision input.
+
+    autocast makes `nn.LayerNorm` return float32, twice the memory of what comes in and of what the
+    projection behind it reads. Means and variances are float32 here too; the weight and the bias
+    are rounded to the dtype of the input.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last dimension.
+
+        Args:
+            input: shape (..., normalized_shape), floating.
+
+        Returns:
+            The shape of `input`; its dtype where that is bfloat16 or float16, else that of
+            `nn.LayerNorm`.
+        """
+        return normalize(self, input)
+
+
+def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
+    """What `LayerNorm.forward` does, by the parameters of any `nn.LayerNorm`."""
+    shape, eps = norm.normalized_shape, norm.eps
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return F.layer_norm(rows, shape, norm.weight, norm.bias, eps)
+    weight, bias = (None if x is None else x.to(rows.dtype) for x in (norm.weight, norm.bias))
+    casts = autocast_dtype(rows.device.type) is not None
+    with torch.autocast(rows.device.type, enabled=False) if casts else nullcontext():
+        return F.layer_norm(rows, shape, weight, bias, eps)
+
+
+def normalize_gelu(norm: nn.Module, rows: Tensor) -> Tensor:
+    """``norm(F.gelu(rows))``, where `fits_one_kernel` by reading and writing each row once."""
+    if not fits_one_kernel(norm, rows):
+        found: Tensor = norm(F.gelu(rows))
+        return found
+    weight, bias = norm.weight, norm.bias
+    assert isinstance(weight, Tensor)
+    assert isinstance(bias, Tensor)
+    assert isinstance(norm.eps, float)
+    return gelu_norm(rows, weight, bias, norm.eps)
+
+
+def fits_one_kernel(norm: nn.Module, rows: Tensor) -> bool:
+    """Whether `normalize_gelu` takes one kernel for this module and these rows.
+
+    It does for what the kernel was measured on, rows of half precision on GPUs, and where calling
+    the module would do nothing else.
+    """
+    return (
+        rows.is_cuda
+        and rows.dtype in (torch.bfloat16, torch.float16)
+        and is_plain(norm, LayerNorm)
+        and type(norm.bias) is nn.Parameter
+        and norm.normalized_shape == rows.shape[-1:]
+        and not is_dtensor(rows)
+        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+        and _normalizes_gelu(rows.device, int(norm.normalized_shape[-1]))
+    )
+
+
+def _normalizes_gelu(device: torch.device, width: int) -> bool:
+    return normalizes_gelu(device, width)
+
+
+vars(_normalizes_gelu)["_dynamo_marked_constant"] = True  # as in slide.py

@@ -18,14 +18,20 @@ from ..options import Schedule, check_options
 from ..parallel import fill, is_fully_sharded
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
-from .attention import MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig
-from .modules import IN_CHUNKS, check_rows, is_plain, refuse_sharded_apart, without_weights
-from .norm import LayerNorm, normalize_gelu
+from .modules import (
+    IN_CHUNKS,
+    LayerNorm,
+    check_rows,
+    is_plain,
+    normalize_gelu,
+    refuse_sharded_apart,
+    without_weights,
+)
+from .positions import checked_lengths
 from .spatial import sincos_positions
-from .tokens import checked_lengths
 
 
 class EncoderBlock(Block):
@@ -41,33 +47,20 @@ class EncoderBlock(Block):
         backend: as for `SlideEncoder`.
     """
 
-    attention_norm: LayerNorm
-    mlp_norm: LayerNorm
-
     def __init__(self, config: SlideEncoderConfig, *, exchange: Schedule, backend: Backend) -> None:
-        super().__init__()
-        width, eps = config.embed_dim, config.norm_eps
         self.gain = math.sqrt(math.log(2 * config.num_layers))
         with without_weights(self):
-            self.attention_norm = LayerNorm(width, eps=eps)
-            self.attention = MultiheadDilatedAttention(
-                width,
-                config.num_heads,
-                segment_lengths=config.segment_lengths,
-                dilation_rates=config.dilation_rates,
-                head_offsets=config.head_offsets,
+            super().__init__(
+                config,
+                has_inner_norm=True,
                 zero_keys=config.zero_keys,
                 branch_gradients=config.branch_gradients,
                 layer_norm=True,
-                layer_norm_eps=eps,
+                layer_norm_eps=config.norm_eps,
                 gamma_init=self.gain,
                 exchange=exchange,
                 backend=backend,
             )
-            self.mlp_norm = LayerNorm(width, eps=eps)
-            self.expand = nn.Linear(width, config.ffn_dim)
-            self.inner_norm = LayerNorm(config.ffn_dim, eps=eps)
-            self.contract = nn.Linear(config.ffn_dim, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -90,16 +83,11 @@ class EncoderBlock(Block):
         whose intermediates do not live long, autograd holds the first projection's result alone:
         the GELU and its norm, which are cheap, run again in backward.
         """
-        if in_chunks or (
-            torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-        ):
+        modules, is_traced = (self.inner_norm, self.contract), torch.compiler.is_compiling()
+        weights = [] if is_traced else [x for module in modules for x in module.parameters()]
+        # In backward tensors of functional_call are gone.
+        if in_chunks or not all(isinstance(x, nn.Parameter) for x in weights):
             return self._normed(expanded)
-        modules = self.inner_norm, self.contract
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced and any(
-            not isinstance(x, nn.Parameter) for module in modules for x in module.parameters()
-        ):
-            return self._normed(expanded)  # in backward tensors of functional_call are gone
         if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)
         # The same without a checkpoint's hooks, which take the CPU 0.3 ms.

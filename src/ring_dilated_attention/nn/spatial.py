@@ -25,7 +25,7 @@ def hilbert_order(coordinates: Tensor) -> Tensor:
 
     Integer coordinates are cells of the curve as they are, where their extent is below 2^31 (in
     space 2^20); larger ones, and floating ones, are rounded down to 2^31 (2^20) cells along the
-    longest axis, 2^24 for less than float64. One unit is as long on every axis.
+    longest axis. One unit is as long on every axis.
 
     The curve is computed bit by bit for all points at once, by the transposition of Skilling
     ("Programming the Hilbert curve", AIP Conference Proceedings 707, 2004).
@@ -75,14 +75,14 @@ def inverse_order(order: Tensor) -> Tensor:
     """
     if not isinstance(order, Tensor):
         raise TypeError(f"order must be a tensor, got {in_brief(order)}")
-    if order.dim() != 1 or order.dtype != torch.int64:
-        raise ValueError(
-            f"order must be int64 of one dimension; got {order.dtype} {shape_in_brief(order)}"
-        )
-    inverse = torch.argsort(order)
-    if not torch.equal(order[inverse], torch.arange(len(order), device=order.device)):
-        raise ValueError(f"order must hold each number from 0 to {len(order) - 1} once")
-    return inverse
+    if order.dim() == 1 and order.dtype == torch.int64:
+        inverse = torch.argsort(order)
+        if torch.equal(order[inverse], torch.arange(len(order), device=order.device)):
+            return inverse
+    raise ValueError(
+        "order must be int64 of one dimension, each number from 0 to its length once; got "
+        f"{order.dtype} {shape_in_brief(order)}"
+    )
 
 
 def _cells(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
@@ -93,18 +93,14 @@ def _cells(coordinates: Tensor, most_bits: int) -> tuple[Tensor, int]:
         bits = max(extent.bit_length(), 1)
         if bits <= most_bits:
             return coordinates.to(torch.int64) - low.to(torch.int64), bits
-        coordinates = coordinates.double()
-    if not torch.isfinite(coordinates).all():
+    points = coordinates.double()
+    if not torch.isfinite(points).all():
         raise ValueError("coordinates must be finite; got infinity or NaN among them")
-    bits = most_bits
-    if coordinates.dtype != torch.float64:
-        coordinates, bits = coordinates.float(), min(most_bits, 24)  # of a float's mantissa
-    # Halves: the extent of finite numbers may not be finite.
-    halves = coordinates / 2
-    halves = halves - halves.amin(0)
-    extent = halves.max()
-    cells = halves / torch.where(extent > 0, extent, 1) * (2**bits - 1)
-    return cells.to(torch.int64), bits
+    points = points / 2  # the extent of finite numbers may not be finite
+    points = points - points.amin(0)
+    extent = points.max()
+    cells = points / torch.where(extent > 0, extent, 1) * (2**most_bits - 1)
+    return cells.to(torch.int64), most_bits
 
 
 def _along_curve(axes: list[Tensor], bits: int) -> Tensor:

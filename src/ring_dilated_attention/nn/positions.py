@@ -1,15 +1,23 @@
-"""Rotary position embedding by global positions (RoFormer, Su et al. 2021, arXiv 2104.09864)."""
+"""Positions of tokens: agreed on by all ranks, and their rotation.
+
+The rotary embedding is that of RoFormer (Su et al. 2021, arXiv 2104.09864), by global positions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..documents import Integers, in_words, ints_or_tensor
+from ..documents import Integers, as_ints, document_borders, in_words, ints_or_tensor
+from ..exchange import Group, place_in
+from ..layout import SequenceLayout
+from ..options import check_options
 from ..parallel import is_dtensor, of_own_part
-from ..pattern import check_positive_float, check_positive_int, in_brief
+from ..pattern import check_positive_float, check_positive_int, in_brief, shape_in_brief
+from ..torch_op import agreed
 
 
 def document_positions(positions: Tensor, documents: Integers) -> Tensor:
@@ -131,3 +139,87 @@ class RotaryEmbedding(nn.Module):
         angles = positions.unsqueeze(-1) * turns
         cos, sin = angles.cos().float(), angles.sin().float()
         return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def agreed_positions(
+    tokens: Tensor,
+    group: Group,
+    layout: SequenceLayout | None,
+    *,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
+    labels: Tensor | None = None,
+) -> tuple[Tensor, Integers | None, list[int] | None]:
+    """Rotary positions of the local rows, int64; the documents, and the lengths, as ints.
+
+    If any rank's arguments do not fit, an error on every rank: a rank that raised alone would leave
+    the others waiting for it in the first attention. The arguments are those of `LongNet.forward`
+    and `TokenGenerator.prefill`. While torch.compile traces, documents are as they were given.
+    """
+    positions, borders, valid, failure = None, documents, None, None
+    rank, world_size = place_in(group)
+    try:
+        positions = _positions(tokens, rank, world_size, layout)
+        if labels is not None:
+            check_tokens(labels, "(batch, local_sequence)", "labels")
+            if labels.shape != tokens.shape:
+                raise ValueError(
+                    f"labels must have the shape of tokens, {tuple(tokens.shape)}; "
+                    f"got {shape_in_brief(labels)}"
+                )
+        total = whole_length(tokens, world_size, layout)
+        if lengths is not None:
+            valid = checked_lengths(as_ints("lengths", lengths), len(tokens), 1, total)
+        if isinstance(documents, Tensor) and torch.compiler.is_compiling():
+            # Attention checks the numbers, which are not known here.
+            positions = document_positions(positions, documents)
+        elif documents is not None:
+            borders = as_ints("documents", documents)
+            known = document_borders(borders, None, total)
+            positions = document_positions(positions, known)
+    except Exception as error:  # whatever it is, the other ranks are to be told
+        failure = error
+    # What else must be equal on all ranks, the first attention compares.
+    return agreed(positions, "LongNet", group, failure, device_of(tokens)), borders, valid
+
+
+def checked_lengths(lengths: Sequence[int], batch: int, least: int, most: int) -> list[int]:
+    """The lengths; raises a `ValueError` unless they lie in [least, most], one for each row."""
+    if len(lengths) != batch:
+        raise ValueError(
+            f"lengths must hold one number for each of {batch} rows; got {in_words(tuple(lengths))}"
+        )
+    if wrong := [n for n in lengths if not least <= n <= most]:
+        raise ValueError(f"lengths must lie in [{least}, {most}]; got {wrong[0]}")
+    return list(lengths)
+
+
+def device_of(tokens: Tensor) -> torch.device:
+    """Where tokens are, also where they are no tensor."""
+    return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
+
+
+def whole_length(tokens: Tensor, world_size: int, layout: SequenceLayout | None) -> int:
+    """Positions of the whole sequence, of which `tokens` are the local shard."""
+    return tokens.shape[1] * world_size if layout is None else layout.length
+
+
+def check_tokens(tokens: Tensor, shape: str, name: str = "tokens") -> None:
+    """Raise unless tokens, or labels, are int64 of two dimensions, `shape` in words."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {in_brief(tokens)}")
+    if tokens.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64; got {tokens.dtype}")
+    if tokens.dim() != 2:
+        raise ValueError(f"{name} must have shape {shape}; got {shape_in_brief(tokens)}")
+
+
+def _positions(tokens: Tensor, rank: int, world_size: int, layout: SequenceLayout | None) -> Tensor:
+    """The global position of every local row: int64, shape (local_sequence,)."""
+    check_tokens(tokens, "(batch, local_sequence)")
+    rows = tokens.shape[1]
+    if layout is None:
+        return torch.arange(rank * rows, (rank + 1) * rows, device=tokens.device)
+    check_options(layout=layout)
+    layout.check_shard(rank, world_size, rows, f"got tokens of shape {tuple(tokens.shape)}")
+    return layout.positions(rank, device=tokens.device)

@@ -155,6 +155,23 @@ def test_a_model_in_float64_generates_without_a_graph():
         model.generate(tokens, 40, capture=True)
 
 
+def test_a_step_captured_under_autocast_outlives_it():
+    model = model_of(torch.float32)
+    tokens = torch.randint(256, (1, 300), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        caches = model.make_caches(1, max_length=400)
+        model.prefill(tokens, caches)
+        twins = deepcopy(caches)
+        captured = CapturedStep(lambda new: model.step(new, caches), tokens[:, :1], caches)
+    other = [torch.full((128, 512), torch.nan, device="cuda") for _ in range(50)]
+    for position in range(50):
+        token = tokens[:, position : position + 1]
+        with torch.autocast("cuda", torch.bfloat16):
+            want = model.step(token, twins)
+        assert torch.equal(captured(token), want)
+    del other
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_step_is_captured_on_a_device_that_is_not_the_current_one():
     tokens = torch.randint(256, (1, 90), device="cuda:0")
@@ -251,3 +268,22 @@ else:
 def test_a_module_that_waits_for_the_device_cannot_be_captured():
     """In a process of its own: torch's generators stay as they are in a capture that fails."""
     subprocess.run([sys.executable, "-c", WAITS], check=True, timeout=300)
+
+
+def test_nothing_is_compiled_after_the_first_steps():
+    from ring_dilated_attention.kernels import decode
+    from ring_dilated_attention.kernels.launch import Launcher
+
+    tensors = inputs(1)
+    cache = DilatedKVCache(LONGNET, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    launchers = [x for x in vars(decode).values() if isinstance(x, Launcher)]
+    assert len(launchers) == 3
+    for _ in range(50):
+        attend(*tensors, cache)
+    forms = [len(launcher.forms) for launcher in launchers]
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(10_000):
+        attend(*tensors, cache)
+    assert forms == [len(launcher.forms) for launcher in launchers]
+    assert torch.cuda.memory_allocated() <= allocated
+    assert cache.nbytes == cache.plan.nbytes(2, 64, 2)

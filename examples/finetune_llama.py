@@ -33,7 +33,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
+from ring_dilated_attention import (
+    DilatedPattern,
+    SequenceLayout,
+    dilated_attention,
+    labels_per_rank,
+)
 from ring_dilated_attention.integrations.transformers import set_attention, set_layout, shard_batch
 from ring_dilated_attention.units import parse_count
 
@@ -152,6 +157,21 @@ def train_step(args, model, optimizer, pattern, whole, mesh, device) -> torch.Te
     return loss.detach()
 
 
+def step_flops(args, model, pattern, documents: list[int]) -> float:
+    """Floating-point operations of a sequence, forward and backward, without recomputation."""
+    config = model.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query, key = (
+        torch.empty(1, args.seq_len, count, size, device="meta")
+        for count in (heads, config.num_key_value_heads)
+    )
+    with FlopCounterMode(display=False) as counter:
+        dilated_attention(query, key, key, pattern, is_causal=True, documents=documents)
+    attention = 3.5 * config.num_hidden_layers * counter.get_total_flops()  # backward 2.5 times
+    return attention + 6 * sum(x.numel() for x in model.parameters()) * args.seq_len
+
+
 # --- checkpoints: folders of safetensors files
 
 
@@ -213,16 +233,12 @@ def main(argv: list[str] | None = None) -> list[float]:
     groups, own = mesh["data"].size(), mesh["data"].get_local_rank()
     for _ in range(step * groups):  # the order of sequences depends on the seed alone
         next(sequences)
-    flops = 0
     while step < args.steps:
         whole = [next(sequences) for _ in range(groups)][own]
         for options in optimizer.param_groups:
             options["lr"] = args.learning_rate * min(1.0, (step + 1) / (args.warmup_steps + 1))
         began = time.perf_counter()
-        counter = FlopCounterMode(display=False)
-        with counter:
-            loss = train_step(args, model, optimizer, pattern, whole, mesh, device)
-        flops = counter.get_total_flops()
+        loss = train_step(args, model, optimizer, pattern, whole, mesh, device)
         dist.all_reduce(loss, dist.ReduceOp.AVG if on_gpu else dist.ReduceOp.SUM)
         losses.append(loss.item() / (1 if on_gpu else ranks))  # waits for the step
         seconds, step = time.perf_counter() - began, step + 1
@@ -231,10 +247,13 @@ def main(argv: list[str] | None = None) -> list[float]:
                 "step": step,
                 "loss": round(losses[-1], 4),
                 "tokens_per_second": round(groups * args.seq_len / seconds),
-                "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
-                "MFU": round(flops / seconds / peak / 1e12, 3) if peak else None,
             }
-            print(json.dumps({name: x for name, x in found.items() if x is not None}), flush=True)
+            if on_gpu:
+                found["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+            if peak:
+                flops = groups * step_flops(args, model, pattern, whole["cu_seq_lens_q"].tolist())
+                found["MFU"] = round(flops / ranks / seconds / peak / 1e12, 3)
+            print(json.dumps(found), flush=True)
         if step % args.save_every == 0 or step == args.steps:
             save(args, step, model, optimizer)
     export(args, model, tokenizer)

@@ -14,7 +14,7 @@ BUDGET = {
     "decode": (1_539, 5),
     "draw": (644, 4),
     "engine": (2_206, 9),
-    "exchange": (1_505, 7),
+    "exchange": (1_508, 7),
     "integrations": (2_932, 10),
     "kernels": (3_363, 10),
     "nn": (3_145, 12),
@@ -24,7 +24,7 @@ BUDGET = {
     "tiles": (1_000, 6),
     "torch_op": (957, 5),
 }
-MOST_TESTS = 20_200
+MOST_TESTS = 20_300
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

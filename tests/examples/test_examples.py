@@ -85,6 +85,7 @@ def test_ring_in_one_page_equals_dilated_attention(ranks):
 
 HAS_ITS_OWN_TEST = {
     "bring_your_own_model",
+    "finetune_llama",
     "gigapath_finetune",
     "ring_in_one_page",
     "torchtitan_llama",

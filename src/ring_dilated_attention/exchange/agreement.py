@@ -298,6 +298,9 @@ def _disagreement(everyone: list[_Story]) -> str:
         if len(ranks) > 1:
             values = ", ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
             differences.append(f"{name} is {values}")
+    if not differences:
+        orders = [f"{', '.join(shared)} on rank {rank}" for rank, shared in enumerate(calls)]
+        differences.append(f"they are in another order, {'; '.join(orders)}")
     return f"was called with different arguments on different ranks: {'; '.join(differences)}"
 
 

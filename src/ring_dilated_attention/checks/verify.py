@@ -412,7 +412,7 @@ def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
     for number, (pattern, length, name) in enumerate(corners):
         num_heads, num_kv_heads, batch = heads[number // 2 % len(heads)]
         options: dict[str, Any] = {  # every two of them meet, since no two change in step
-            "exchange": ("ring", "gather")[(number // 3 + number // 12) % 2],
+            "exchange": ("ring", "gather", "heads")[(number // 3 + number // 12) % 3],
             "backend": ("auto", "eager")[number // 5 % 2],
             "dtype": (torch.float64, torch.float32)[number // 7 % 2],
             "is_causal": bool(number % 2),

@@ -6,7 +6,7 @@ import pytest
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.cli.plan import h200_rates
-from ring_dilated_attention.plan import costs
+from ring_dilated_attention.plan import costs, head_split
 
 SIZE = costs.TensorSize(batch=1, head_dim=8, element_size=2)
 COMPUTE = costs.ComputeRates(flops=1e9, half_keys=0, group_seconds=0, host_step=0)
@@ -97,3 +97,16 @@ def test_rates_of_rows():
     assert forward(head_dim=64, element_size=2) > 5 * forward(head_dim=64, element_size=4)
     with pytest.raises(ValueError, match="no rate of float64; allowed: bfloat16"):
         forward(element_size=8)
+
+
+def test_heads_take_the_time_of_their_messages():
+    rank = dense(4, causal=True).rank(2)
+    slow = replace(PLAIN, inside=costs.Link(bytes_per_second=1e3, latency=0))
+    for backward in (False, True):
+        found = costs.predict(rank, SIZE, slow, backward=backward, exchange="heads:2")
+        split = head_split("heads:2", rank.plan.pattern, rank.plan.layout, 2, 2)
+        assert split is not None
+        swap = split.traffic(2, SIZE)[backward] / 1e3
+        own = costs.predict(split.plan_of(rank.plan, 2), SIZE, slow, backward=backward)
+        assert found.seconds == pytest.approx(own.seconds + swap)
+        assert swap > 0

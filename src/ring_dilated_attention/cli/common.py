@@ -147,7 +147,7 @@ _Names: TypeAlias = Literal["longnet", "gigapath", "longvit", "dense", "geometri
 _Offsets: TypeAlias = Literal["interleaved", "blocked"]
 _Dtypes: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 _Layouts: TypeAlias = Literal["auto", "contiguous", "zigzag"]
-_Exchanges: TypeAlias = Literal["auto", "ring", "gather"]
+_Exchanges: TypeAlias = Literal["auto", "ring", "gather", "heads"]
 _Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 # fmt: off
@@ -187,7 +187,7 @@ Documents = Annotated[Sequence[int] | None, option(
     "--documents", "Cumulative lengths of packed documents, as in 0,100,250.",
     list_of(integer(0, MOST_POSITIONS)), "LIST")]
 ExchangeName = Annotated[_Exchanges, option(
-    "--exchange", "How keys and values travel: auto, ring or gather.", kind="NAME")]
+    "--exchange", "How rows travel: auto, ring, gather or heads (all-to-all).", kind="NAME")]
 DeviceName = Annotated[_Devices, option(
     "--device", "cpu, cuda or auto: cuda where there is a GPU.", kind="NAME")]
 Seed = Annotated[int, option("--seed", "Of the random inputs.", integer(0, (1 << 62) - 1))]

@@ -259,13 +259,21 @@ def _predict(
     from ..plan import costs
 
     rates, times = h200_rates(size), []
+    ways = ["ring", "gather", "heads"] if plan.layout.world_size <= MOST_COUNTED else []
+    by_way = dict.fromkeys(ways, 0.0)
     with working("predict"):
         for figures in shown:
             rank = plan.rank(figures["rank"])
             for name in ("forward", "backward"):
-                way = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
-                figures[name] = asdict(way)
+                found = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
+                figures[name] = asdict(found)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
+            for way in ways:
+                both = (
+                    costs.predict(rank, size, rates, backward=x, hosts=hosts, exchange=way).seconds
+                    for x in (False, True)
+                )
+                by_way[way] = max(by_way[way], sum(both))
     forward, backward = max(times, key=sum)
     share = costs.efficiency(plan, size, rates, forward + backward)
     return (
@@ -274,6 +282,8 @@ def _predict(
         f"long as a shard ({count_of(hosts, 'host')} of "
         f"{plan.layout.world_size // hosts} H200, "
         f"{LINK_GB_S:g} GB/s per GPU inside a host, {NETWORK_GB_S:g} between hosts)"
+        + "; by exchange: " * bool(by_way)
+        + ", ".join(f"{way} {in_seconds(seconds)}" for way, seconds in by_way.items())
     )
 
 

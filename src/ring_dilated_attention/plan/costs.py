@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from ..layout import SequenceLayout
 from .attention import AttentionPlan, RankPlan
+from .heads import head_split
 from .program import lower
 from .rows import TensorSize as TensorSize  # which goes with every function here
 from .rows import TileGroup
@@ -238,6 +239,7 @@ def predict(
     *,
     backward: bool,
     hosts: int = 1,
+    exchange: str = "auto",
 ) -> Prediction:
     """Predict forward, or backward alone, of one rank: run its program by the clock of the rates.
 
@@ -250,13 +252,23 @@ def predict(
         backward: which direction.
         hosts: how many hosts, on which the ranks are numbered one after the other. A rank receives
             all rows of other hosts across the network, also those that its neighbours receive too.
+        exchange: as in `dilated_attention`.
     """
-    program = lower(rank, gathers=rank.plan.gathers, backward=backward)
+    per_host, plan = rank.world_size // hosts, rank.plan
+    split = head_split(exchange, plan.pattern, plan.layout, plan.num_heads, plan.num_kv_heads)
+    if split is not None:
+        link = rates.inside if per_host % split.ranks == 0 else rates.across
+        swap = split.traffic(rank.index, size)[backward] / link.bytes_per_second + 2 * link.latency
+        groups = rank.world_size // split.ranks
+        own, hosts = split.plan_of(plan, rank.index), hosts if groups % hosts == 0 else groups
+        found = predict(own, size, rates, backward=backward, hosts=hosts)
+        return replace(found, seconds=found.seconds + swap, exposed=found.exposed + swap)
+    gathers = plan.gathers if exchange == "auto" else exchange == "gather"
+    program = lower(rank, gathers=gathers, backward=backward)
     compute_rates = rates.backward if backward else rates.forward
-    per_host = rank.world_size // hosts
     slower = rates.beside_transfers if any(x.receives for x in program) else 1.0
     per_pair = 4 * size.batch * size.head_dim * (2.5 if backward else 1) / compute_rates.flops
-    per_pair *= rank.plan.num_heads // rank.plan.num_kv_heads
+    per_pair *= plan.num_heads // plan.num_kv_heads
     known: dict[int, float] = {}  # by the identity of groups, which plans keep
 
     def seconds_of(groups: tuple[TileGroup, ...]) -> float:

@@ -6,7 +6,7 @@ import pytest
 from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
-# what there is. Where they go: 26,000 lines in 110 files.
+# what there is. Where they go: 29,000 lines in 120 files, with windows, sinks and cohorts of slides.
 BUDGET = {
     "bench": (809, 4),
     "checks": (1_404, 6),

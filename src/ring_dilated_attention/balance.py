@@ -21,6 +21,9 @@ MOST_WORK, MOST_POSITIONS = 1.05, 1.10
 SLACK = 0.5
 """By how much of the mean a rank may be ahead of the next one to get more parts of one document."""
 _DEALS = 12
+ALIGNED = 64
+"""Parts begin at multiples of all dilation rates if these have a common multiple of at most this:
+heads of all offsets then have equally many rows, which takes fewer kernel calls."""
 
 
 class _Document(NamedTuple):
@@ -79,6 +82,7 @@ def _deal(
     ranks = [(0.0, 0.0, 0.0, rank) for rank in range(world_size)]
     ranges: list[list[tuple[int, int]]] = [[] for _ in ranks]
     unit = lcm(*pattern.dilation_rates)
+    unit = unit if unit <= ALIGNED else 1
     for document in documents:
         length = document.stop - document.start
         parts = min(-int(-max(document[:2]) // largest), max(length // (2 * unit), 1))

@@ -98,3 +98,15 @@ def test_tangents_are_refused(tensors, function, requires_grad, which):
         inputs[which] = fwAD.make_dual(inputs[which], torch.ones_like(inputs[which]))
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             function(*inputs)
+
+
+def test_vmap_is_one_call_after_the_other(tensors):
+    """As for gradients of each example; torch has no such loop for results that are lists."""
+    several = [torch.stack((x, 2 * x, x.flip(1))) for x in tensors]
+
+    def loss(query, key, value):
+        return attend(query, key, value).square().sum()
+
+    found = torch.func.vmap(grad(loss))(*several)
+    want = torch.stack([grad(loss)(*each) for each in zip(*several, strict=True)])
+    assert relative_error(found, want) < FLOAT64

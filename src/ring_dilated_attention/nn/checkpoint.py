@@ -312,7 +312,8 @@ class _MapRows(torch.autograd.Function):
         length, needs = inputs[0].shape[1], ctx.needs_input_grad[4:]
         wanted = [index for index in range(len(inputs)) if needs[index]]
         ctx.weights.refuse_changes()
-        wants = needs[len(inputs) :]
+        weights = zip(needs[len(inputs) :], ctx.weights.tensors, strict=True)
+        wants = [need and weight.requires_grad for need, weight in weights]  # frozen since
         parameters = [*compress(ctx.weights.tensors, wants)]
         is_whole = length <= ctx.rows
         dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}

@@ -85,8 +85,9 @@ class EncoderBlock(Block):
         """
         modules, is_traced = (self.inner_norm, self.contract), torch.compiler.is_compiling()
         weights = [] if is_traced else [x for module in modules for x in module.parameters()]
+        by_functorch = torch._C._are_functorch_transforms_active() and not is_traced
         # In backward tensors of functional_call are gone.
-        if in_chunks or not all(isinstance(x, nn.Parameter) for x in weights):
+        if in_chunks or by_functorch or not all(isinstance(x, nn.Parameter) for x in weights):
             return self._normed(expanded)
         if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
             return run_checkpointed("full", modules, self._normed, expanded)

@@ -363,6 +363,24 @@ implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dil
 implement(_library, BACKWARD, _backward, _fake_backward)
 
 
+def _mapped(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """torch.func.vmap of `FORWARD`, one call after the other, as torch does it for other results.
+
+    Its own loop takes no operator that returns a list of tensors.
+    """
+    pairs = [*zip(inputs, in_dims, strict=True)]
+    found = [
+        FORWARD(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in pairs))
+        for i in range(info.batch_size)
+    ]
+    *tensors, of_heads = zip(*found, strict=True)
+    lists = [torch.stack(each) for each in zip(*of_heads, strict=True)]
+    return (*map(torch.stack, tensors), lists), (0, 0, 0, [0] * len(lists))
+
+
+torch.library.register_vmap(FORWARD, _mapped, lib=_library)
+
+
 # --- Floating-point operations: what `FlopCounterMode` counts for a call. Useful operations of this
 # rank, as the plan counts them: 4 * head_dim for each (query, key) pair of a head in forward,
 # 10 * head_dim in backward. What a kernel throws away (masked scores of a causal tile) is no work.

@@ -130,15 +130,15 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
 
     Raises:
         TypeError, ValueError: the case is not one that `dilated_attention` can compute, or it has
-            padding, detached gradients, or a loss of lse.
+            padding, detached gradients, a loss of lse, or an exchange by heads.
     """
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {in_brief(case)}")
     given = case.lengths, case.branch_gradients, case.loss_of
-    if given != (None, "exact", ("out",)):
+    if given != (None, "exact", ("out",)) or case.exchange.startswith("heads"):
         raise ValueError(
-            "a simulated case has no padding, exact gradients, and a loss of out alone; got "
-            f"lengths, branch_gradients and loss_of {given}"
+            "a simulated case has no padding, exact gradients, a loss of out alone, no exchange by "
+            f"heads; got lengths, branch_gradients, loss_of {given}, exchange {case.exchange!r}"
         )
     device, layout, lock = torch.device(case.device), case.layout, threading.Lock()
     whole = [x.to(case.dtype) for x in case.inputs()]

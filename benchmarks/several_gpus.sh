@@ -16,7 +16,7 @@ mkdir -p "$out"
 ranks() { "$python" -m torch.distributed.run --nproc-per-node "$gpus" "$@"; }
 row() { # name, options of rda bench
   "$python" -m ring_dilated_attention.cli bench --device cuda --ranks "1,$gpus" --repeats 5 \
-    --head-dim 128 --dtype bfloat16 --json "$out/$1.json" --out "$out/$1.png" "${@:2}"
+    --head-dim 128 --dtype bfloat16 --json "$out/$1.json" "${@:2}"
 }
 attention() {
   local crossing=(--segment-lengths 2048,16K,128K,all --dilation-rates 1,8,64,512)

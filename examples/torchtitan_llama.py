@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan_llama.py        # CPU processes, gloo
 
-Needs torchtitan and torch 2.15. Exits with code 1 if the loss or a gradient is wrong.
+Needs torchtitan and torch 2.14 or 2.15. Exits with code 1 if the loss or a gradient is wrong.
 """
 
 import os

@@ -6,7 +6,7 @@ import pytest
 from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
-# what there is. Where they go: 29,000 lines in 120 files, with windows, sinks and cohorts of slides.
+# what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
     "bench": (809, 4),
     "checks": (1_404, 6),
@@ -20,9 +20,9 @@ BUDGET = {
     "nn": (3_145, 12),
     "parallel": (1_029, 4),
     "plan": (2_801, 9),
-    "the root": (2_130, 10),
+    "the root": (2_134, 10),
     "tiles": (1_000, 6),
-    "torch_op": (957, 5),
+    "torch_op": (975, 5),
 }
 MOST_TESTS = 20_300
 SLACK = 0.02

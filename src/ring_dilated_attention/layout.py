@@ -151,9 +151,9 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Documents packed in a sequence, dealt to ranks with equal work and about equal shards.
 
-        No rank has more than 1.05 times the mean work, or 1.10 times the mean number of positions,
-        where any cut allows that; documents are cut no more often than that takes. Shards are in
-        general of different lengths.
+        Long documents are cut, at multiples of the least common multiple of the dilation rates.
+        Where twice that is small beside a shard, no rank has more than 1.05 times the mean work, or
+        1.10 times the mean number of positions. Shards are in general of different lengths.
 
         Args:
             documents: cumulative lengths ``[0, ..., n]``, as in `dilated_attention`.

@@ -150,6 +150,7 @@ def test_simulate_finds_rows_that_are_kept_too_long(monkeypatch):
         ({"head_dim": 0}, "batch, heads, kv_heads and head_dim must be >= 1"),
         ({"num_kv_heads": 3}, "heads must be a multiple of kv_heads"),
         ({"exchange": "bus"}, "exchange must be one of 'auto', 'ring', 'gather'"),
+        ({"exchange": "heads"}, "no exchange by heads"),
         ({"backend": "cudnn"}, "cudnn"),
     ],
 )

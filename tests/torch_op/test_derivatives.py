@@ -100,6 +100,7 @@ def test_tangents_are_refused(tensors, function, requires_grad, which):
             function(*inputs)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_is_one_call_after_the_other(tensors):
     """As for gradients of each example; torch has no such loop for results that are lists."""
     several = [torch.stack((x, 2 * x, x.flip(1))) for x in tensors]

@@ -1,4 +1,4 @@
-"""What a bug report should say: versions, GPUs, links, kernels, and whether small calls work.
+"""What a bug report should say: versions, GPUs, copies, kernels, and whether small calls work.
 
 ``python -m ring_dilated_attention.checks.doctor`` prints what `rda doctor` prints, without typer.
 """

@@ -135,10 +135,10 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {in_brief(case)}")
     given = case.lengths, case.branch_gradients, case.loss_of
-    if given != (None, "exact", ("out",)) or case.split is not None:
+    if given != (None, "exact", ("out",)) or case.exchange.startswith("heads"):
         raise ValueError(
-            "a simulated case has no padding, exact gradients, a loss of out alone, and rows that "
-            f"travel by ring or gather; got {given} and exchange {case.exchange!r}"
+            "a simulated case has no padding, exact gradients, a loss of out alone, no exchange by "
+            f"heads; got lengths, branch_gradients, loss_of {given}, exchange {case.exchange!r}"
         )
     device, layout, lock = torch.device(case.device), case.layout, threading.Lock()
     whole = [x.to(case.dtype) for x in case.inputs()]

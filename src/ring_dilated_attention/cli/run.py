@@ -291,7 +291,7 @@ def bench(
 
 @app.command()
 def doctor(json: common.Json = None) -> None:
-    """Print what a bug report needs: versions, GPUs and links, kernels, small checked calls.
+    """Print what a bug report needs: versions, GPUs, copies, kernels, small checked calls.
 
     What fails is a line of the report. Exit code 1 if a checked call or copy is wrong.
     """

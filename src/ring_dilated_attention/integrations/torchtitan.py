@@ -161,8 +161,8 @@ def with_dilated_attention(
         spec: a `ModelSpec`, as a `model_registry` returns it, of a decoder whose attentions are
             `GQAttention`; it is left as it is.
         pattern: which keys each head sees.
-        exchange: how rows travel between ranks, ``"auto"``, the default, ``"ring"`` or
-            ``"gather"``; see `AttentionOptions`.
+        exchange: how rows travel between ranks, ``"auto"``, the default, or one of those of
+            `AttentionOptions`.
         backend: kernels that compute the tiles, ``"auto"``, the default, or one of those of
             `AttentionOptions`.
 

@@ -504,7 +504,7 @@ def prepare_cache_for_generation(
         mode = getattr(generation_mode, "value", generation_mode)
         raise ValueError(
             "a model with set_attention generates with a DilatedCache, cache_implementation=None, "
-            "by greedy search or sampling; other searches need use_cache=False. Got "
+            "by greedy search or sampling; beam search needs use_cache=False. Got "
             f"cache_implementation={kind!r} and {mode}"
         )
     cache = cache_of(model_kwargs)

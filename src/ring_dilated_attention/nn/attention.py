@@ -75,8 +75,8 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm_eps: its epsilon.
         gamma_init: MAGNETO's gain at initialisation.
         scale: factor on the scores; None means ``head_dim ** -0.5``.
-        exchange: how rows travel between ranks, ``"auto"``, the default, ``"ring"`` or
-            ``"gather"``; see `AttentionOptions`.
+        exchange: how rows travel between ranks, ``"auto"``, the default, or one of those of
+            `AttentionOptions`.
         backend: kernels that compute the tiles, ``"auto"``, the default, or one of those of
             `AttentionOptions`.
         device: where to make the parameters.

@@ -76,8 +76,7 @@ class LongNet(TokenGenerator):
 
     Args:
         config: the shape of the model.
-        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
-            or ``"ring"`` or ``"gather"``.
+        exchange: how rows travel between ranks, as in `dilated_attention`; default ``"auto"``.
         backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
         checkpoint: what backward recomputes: ``"none"``, the default, nothing; ``"full"`` every
             block; ``"keep_attention"`` every block except its attention.

@@ -134,8 +134,7 @@ class SlideEncoder(nn.Module):
 
     Args:
         config: the shape of the encoder.
-        exchange: how rows travel between ranks, as in `dilated_attention`; ``"auto"``, the default,
-            or ``"ring"`` or ``"gather"``.
+        exchange: how rows travel between ranks, as in `dilated_attention`; default ``"auto"``.
         backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
         checkpoint: what backward recomputes: ``"none"``, the default, only the GELU of each MLP and
             the norm after it; ``"full"`` every block; ``"keep_attention"`` every block except its

@@ -6,14 +6,17 @@
 Every file is a document. Documents are packed into sequences of `--seq-len` tokens, and attention
 stays within each. Their layout gives all ranks of a sequence as much work. Weights, gradients and
 the optimizer are sharded over all ranks (FSDP2), compute is bfloat16, and activations are computed
-again in backward. `--out` gets checkpoints, from which the same command with `--resume` goes on,
-on any number of ranks, and at the end the model as `from_pretrained` takes it.
+again in backward; while it loads, each process has the model in float32 on its host. `--out` gets
+checkpoints, from which the same command with `--resume` goes on, on any number of ranks, and at the
+end the model as `from_pretrained` takes it.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +90,9 @@ def packed(args, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
     for path in args.data:
         ids = tokenizer(path.read_text(errors="replace"), add_special_tokens=False)["input_ids"]
         documents.append(ids + [tokenizer.eos_token_id] * (tokenizer.eos_token_id is not None))
+    documents = [document for document in documents if document]
+    if not documents:
+        raise ValueError(f"there is no text in {', '.join(map(str, args.data))}")
     draw, waiting = random.Random(args.seed), []
     tokens, borders = [], [0]
     while True:
@@ -118,17 +124,20 @@ def sequence(tokens: list[int], borders: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_model(args, group, device):
+def load_model(args, group):
     """The model with this package's attention, sharded over all ranks, and its optimizer."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     pattern = DilatedPattern(args.segment_lengths, args.dilation_rates)
     set_attention(model, pattern, group=group, exchange=args.exchange)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.config.use_cache = False
-    model.to(device).train()
+    model.train()
     dtype = getattr(torch, args.dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # Over all ranks: those of a sequence see other positions of it.
+    # Inputs stay as they are: a number of labels in bfloat16 would be another one.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    # Over all ranks: those of a sequence see other positions of it. Each layer goes to the GPU
+    # when it is cut, so no GPU ever holds the whole model; each process does on its host.
     for layer in model.base_model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -145,8 +154,7 @@ def train_step(args, model, optimizer, pattern, whole, mesh, device) -> torch.Te
     layout = SequenceLayout.balanced(documents, group.size(), pattern, is_causal=True)
     set_layout(model, layout)
     batch = shard_batch(whole, layout, group)
-    borders = "cu_seq_lens_q", "cu_seq_lens_k"  # on the CPU, where they are read
-    batch = {name: x if name in borders else x.to(device) for name, x in batch.items()}
+    batch = {name: x.to(device) for name, x in batch.items()}
     # The mean over all labels of all ranks: FSDP2 averages gradients.
     count = labels_per_rank(batch["shift_labels"], dist.group.WORLD, group)
     optimizer.zero_grad()
@@ -178,9 +186,12 @@ def step_flops(args, model, pattern, documents: list[int]) -> float:
 def save(args, step: int, model, optimizer) -> None:
     """Write a checkpoint; one that is not whole keeps the name .partial."""
     path, partial = args.out / f"step_{step:07}", args.out / ".partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    dist.barrier()
     weights, state = get_state_dict(model, optimizer)
     dcp.save(
-        {"model": weights, "optimizer": state["state"]},
+        {"model": of_one_name(model, weights), "optimizer": state["state"]},
         storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
     )
     dist.barrier()
@@ -189,13 +200,20 @@ def save(args, step: int, model, optimizer) -> None:
     dist.barrier()
 
 
+def of_one_name(model, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each weight by one name: embeddings may be the weights of the head, too."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    twice = every - {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in weights.items() if name not in twice}
+
+
 def resume(args, model, optimizer) -> int:
     """Read the newest checkpoint; returns its step, 0 where there is none."""
     found = sorted(args.out.glob("step_*"))
     if not (args.resume and found):
         return 0
     weights, state = get_state_dict(model, optimizer)
-    both = {"model": weights, "optimizer": state["state"]}
+    both = {"model": of_one_name(model, weights), "optimizer": state["state"]}
     dcp.load(both, storage_reader=HuggingFaceStorageReader(str(found[-1])))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return int(found[-1].name.removeprefix("step_"))
@@ -220,12 +238,16 @@ def main(argv: list[str] | None = None) -> list[float]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     ranks, leader = dist.get_world_size(), dist.get_rank() == 0
     shared = args.sequence_ranks or ranks
+    if ranks % shared:
+        sys.exit(f"{ranks} ranks must be a multiple of --sequence-ranks {shared}")
+    if not args.resume and any(args.out.glob("step_*")):
+        sys.exit(f"{args.out} has checkpoints: go on with --resume, or take another --out")
     mesh = init_device_mesh(
         "cuda" if on_gpu else "cpu", (ranks // shared, shared), mesh_dim_names=("data", "sequence")
     )
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model, optimizer, pattern = load_model(args, mesh["sequence"], device)
+    model, optimizer, pattern = load_model(args, mesh["sequence"])
     step = resume(args, model, optimizer)
     gpu = torch.cuda.get_device_name() if on_gpu else ""
     peak = next((x for name, x in PEAK_TFLOPS.items() if name in gpu), None)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def folder(tmp_path_factory):
     config = transformers.LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     for number, length in enumerate((40, 300, 90, 700, 150)):
@@ -36,13 +38,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, ranks, out, *arguments):
+def words(folder, out, *arguments):
     given = [
         "--model", folder / "model", "--data", *sorted(folder.glob("*.txt")), "--out", out,
         "--seq-len", 256, "--steps", 4, "--warmup-steps", 1, "--save-every", 2,
-        "--learning-rate", 1e-2, "--dtype", "float32", *arguments,
+        "--learning-rate", 1e-2, *arguments,
     ]  # fmt: skip
-    done = run_program(PROGRAM, list(map(str, given)), ranks)
+    return list(map(str, given))
+
+
+def train(folder, ranks, out, *arguments):
+    done = run_program(PROGRAM, words(folder, out, "--dtype", "float32", *arguments), ranks)
     assert done.returncode == 0, done.stderr
     return {x["step"]: x["loss"] for x in map(json.loads, done.stdout.splitlines())}
 
@@ -56,8 +62,22 @@ def test_any_ranks_learn_the_same_and_go_on(folder, tmp_path):
     for path in (tmp_path / "two").glob("step_0000004/*"):
         path.unlink()
     (tmp_path / "two" / "step_0000004").rmdir()
+    again = run_program(PROGRAM, words(folder, tmp_path / "two"), 1)
+    assert "go on with --resume" in again.stderr
+    (tmp_path / "two" / ".partial").mkdir()  # of a run on more ranks that was killed
+    for shard in (tmp_path / "two" / "step_0000002").glob("shard-00002*"):
+        shutil.copy(shard, tmp_path / "two" / ".partial")
     rest = train(folder, 1, tmp_path / "two", "--resume")
     assert rest == pytest.approx({step: whole[step] for step in (3, 4)}, abs=2e-4)
     importlib.import_module("ring_dilated_attention.integrations.transformers")
+    path = tmp_path / "two" / "step_0000004"
+    assert [x.name[:11] for x in path.glob("shard-*")] == ["shard-00001"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert model.config._attn_implementation == "ring_dilated_attention"
+
+
+def test_bfloat16_is_the_default(folder, tmp_path):
+    done = run_program(PROGRAM, words(folder, tmp_path / "half", "--sequence-ranks", "1"), 2)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
+    assert found[3] < found[0] - 0.5

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (644, 4),
     "engine": (2_206, 9),
     "exchange": (1_508, 7),
-    "integrations": (2_932, 10),
+    "integrations": (2_980, 10),
     "kernels": (3_363, 10),
     "nn": (3_145, 12),
     "parallel": (1_029, 4),

@@ -107,11 +107,8 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "static"}, "cache_implementation='static' and greedy"),
     ({CACHE: transformers.DynamicCache()}, r"be a DilatedCache.* Got DynamicCache"),
     ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
-    ({"num_beams": 3}, "searches need use_cache=False. .* and beam_search"),
-    (
-        {"prompt_lookup_num_tokens": 3},
-        "=None and assisted_generation",
-    ),
+    ({"num_beams": 3}, "beams on one process alone, with use_cache=False. .* and beam_search"),
+    ({"prompt_lookup_num_tokens": 3}, "lookup are not supported, .*=None and assisted_generation"),
 ]
 
 

@@ -24,10 +24,7 @@ from torch import nn
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.integrations.transformers import (
-    DilatedCache,
-    set_attention,
-)
+from ring_dilated_attention.integrations.transformers import DilatedCache, set_attention
 
 # --- encoders, on one process
 
@@ -131,6 +128,8 @@ def test_borders_of_empty_documents():
     batch.update(GIVEN, position_ids=restarts(10, LENGTH - 10))
     assert relative_error(model(**batch).logits, want) < SUMMED_IN_FLOAT32
     check_ranks(model, ZIGZAG, batch)
+    batch["position_ids"] = restarts(11, LENGTH - 11)
+    check_refused_calls(model, "same borders; got 10 in one", batch, layout=ZIGZAG)
 
 
 def test_seq_idx_alone_says_nothing_to_attention():

@@ -5,7 +5,7 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ from ring_dilated_attention.integrations.transformers import (
     set_attention,
     set_layout,
 )
-from ring_dilated_attention.integrations.transformers_call import SETTINGS
+from ring_dilated_attention.integrations.transformers_call import SETTINGS, check_loss
 from ring_dilated_attention.integrations.transformers_support import HARMLESS
 
 IDS = torch.zeros(2, LENGTH, dtype=torch.int64)
@@ -354,6 +354,40 @@ def test_many_ranks_refuse_the_loss_of_a_shard(changes, message):
     model = make()
     set_attention(model, PATTERN)
     check_refused_calls(model, message, batch_of("plain"), changes=changes)
+    if "labels" in message:  # also where no loss_function is called, as by Liger's fused loss
+        model.forward = MethodType(lambda own, input_ids, **_: own.model(input_ids), model)
+        check_refused_calls(model, message, batch_of("plain"), changes=changes)
+
+
+def test_a_loss_that_one_rank_refuses_is_an_error_in_the_next_call_of_others():
+    """On a GPU, where later calls do not compare: others are in their next call by then."""
+    model = make()
+    set_attention(model, PATTERN)
+    logits: Any = SimpleNamespace(device=torch.device("cpu"), is_cuda=True)
+
+    def run(own, shard):
+        settings = getattr(own, SETTINGS)
+        settings.compared.add("num_items_in_batch")
+        at_fault = settings.options.group.rank == 1
+        count = torch.tensor(80.5).bfloat16() if at_fault else 80
+        message = "which rounds it" if at_fault else "refused on other ranks: rank 1"
+        with pytest.raises(ValueError, match=message):  # noqa: PT012
+            check_loss(own, settings, logits, {**shard, "num_items_in_batch": count})
+            own(**shard)
+
+    on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), run)
+
+
+@pytest.mark.parametrize("name", ["BioGpt", "CodeGen", "CTRL", "GPT2", "GPTBigCode", "GPTJ"])
+def test_ranks_refuse_more_positions_than_a_table_has(name):
+    head = "LMHeadModel" if name in ("CTRL", "GPT2") else "ForCausalLM"
+    model = make(name, head=head, max_position_embeddings=40, rotary_dim=4).eval()
+    set_attention(model, PATTERN)
+    model(IDS[:, :40])
+    message = r"has embeddings of 40 positions .* needs 41"
+    check_refused_calls(model, message, batch_of("plain"))
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(IDS, use_cache=True)
 
 
 def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():
@@ -373,6 +407,7 @@ BAD_CALLS: list[tuple[Any, str | None, str | None]] = [
         "refused on other ranks: rank 1",
     ),
     ({"shift_labels": None}, "labels need shift_labels", "was refused on other ranks: rank 1"),
+    ({"logits_to_keep": 1}, "logits_to_keep must be 1", "was refused on other ranks: rank 1"),
     ({"position_ids": None}, None, "position_ids is given on rank 0, None on rank 1"),
     ({"position_ids": IDS[:1, :20] + 50}, "must have", "refused on other ranks: rank 1"),
     ({"attention_mask": LEFT[:, 1:21]}, None, "attention_mask is None on rank 0, given"),

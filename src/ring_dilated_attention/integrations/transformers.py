@@ -366,8 +366,11 @@ def _after_base(
 
 
 def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a model with a head, on several ranks."""
-    check_head(by_name(module, args, kwargs), getattr(module, SETTINGS).ranks)
+    """Before a model with a head, on several ranks: they agree on a refusal in the model below."""
+    settings = getattr(module, SETTINGS)
+    why = check_head(by_name(module, args, kwargs), settings.ranks)
+    if why or settings.refusals:
+        settings.refusals[:] = [why] if why else []
 
 
 # --- registration

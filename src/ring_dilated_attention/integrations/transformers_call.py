@@ -29,6 +29,7 @@ from .transformers_support import (
     NAME,
     PACKED_HYBRIDS,
     PACKING,
+    WITH_TABLES,
     check_arguments,
     kind_of,
 )
@@ -45,10 +46,17 @@ class Settings:
     compared: set[str] = field(default_factory=set, compare=False)
     """Holds ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
+    refusals: list[str] = field(default_factory=list, compare=False)  # by the head, in this call
+
     @property
     def ranks(self) -> int:
         """Number of ranks that share a sequence."""
         return resolve_exchange(self.options.group).world_size
+
+    def raise_refusal(self) -> None:
+        """Raise a ValueError where the head has refused the call."""
+        if self.refusals:
+            raise ValueError(self.refusals.pop())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of the model belongs to the same ranks
@@ -117,14 +125,12 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     ``use_cache=False`` and a `Call`. What is not supported, and ranks that differ, are errors on
     every rank.
     """
-    ends, layout, name = (
-        resolve_exchange(settings.options.group),
-        settings.options.layout,
-        type(module).__name__,
-    )
+    ends, layout = resolve_exchange(settings.options.group), settings.options.layout
+    name = type(module).__name__
     mask, ids = given.get("attention_mask"), given.get("position_ids")
     inputs = [x for x in map(given.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)]
     with together(name, ends, inputs[0].device if inputs else torch.device("cpu")) as agreed:
+        settings.raise_refusal()
         check_arguments(module, given, settings.pattern, ends.world_size, is_cached=False)
         rows = _rows(given, ends, layout)
         text_ids, rope = ids, getattr(module.config, "rope_parameters", None) or {}
@@ -132,6 +138,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
             # The first of four dimensions is that of the text, three have none of it.
             text_ids = {3: None, 4: ids[0]}.get(len(ids), ids)
         check_ids(text_ids, rows)
+        check_table(module, rows.total, ids)
         padding = check_padding(mask, rows)
         documents = _given_borders(given, rows)
         if given.get("seq_idx") is not None and ids is None and documents is None:
@@ -155,8 +162,8 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
             "cu_seq_lens_q is for batches without padding; got an attention_mask of "
             f"{lengths[0]} valid positions of {rows.total}"
         )
-    if documents is None and text_ids is not None:
-        documents = _restarts(name, text_ids, rows, lengths, ends)
+    if text_ids is not None:
+        documents = _restarts(name, text_ids, rows, lengths, documents, ends)
     _check_layers(module, given, documents)
     if ids is None and (
         ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1))
@@ -198,6 +205,17 @@ def check_ids(ids: Any, rows: Rows) -> None:
             f"{whole} or {(1, whole[1])}; got {got} (positions in several dimensions are supported "
             "for models with M-RoPE, on one process without a KV cache: use_cache=False)"
         )
+
+
+def check_table(module: nn.Module, total: int, ids: Tensor | None = None) -> None:
+    """Raise a ValueError where positions (`ids`, or `total` ones) are not in the model's table."""
+    if kind_of(module) in WITH_TABLES:
+        most: Any = getattr(module.config, "max_position_embeddings", 0)
+        if (needed := total if ids is None else int(ids.max()) + 1) > most:
+            raise ValueError(
+                f"{type(module).__name__} has embeddings of {most} positions "
+                f"(config.max_position_embeddings); the sequence needs {needed}"
+            )
 
 
 def check_padding(mask: Any, rows: Rows) -> Tensor | None:
@@ -250,11 +268,17 @@ def _check_layers(module: nn.Module, given: dict[str, Any], documents: list[int]
 
 
 def _restarts(
-    name: str, ids: Tensor, rows: Rows, lengths: list[int] | None, ends: Exchange
+    name: str,
+    ids: Tensor,
+    rows: Rows,
+    lengths: list[int] | None,
+    given: list[int] | None,
+    ends: Exchange,
 ) -> list[int] | None:
-    """The documents that begin where position ids are 0, the same on every rank.
+    """The documents that begin where position ids are 0, the same on every rank; or those given.
 
-    Where ids do not count up, or not alike in all rows, a ValueError on every rank.
+    Where ids do not count up, not alike in all rows, or restart elsewhere than at the documents
+    given, a ValueError on every rank.
     """
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
     valid = rows.positions < stops[:, None]
@@ -273,7 +297,12 @@ def _restarts(
                 f"{rows.positions[local].item()} of the sequence must have "
                 f"{expected[local].item()}; got {ids[row, local].item()}"
             )
-    return borders if len(borders) > 2 else None
+        if given is not None and len(borders) > 2 and given != borders:
+            raise ValueError(
+                "cu_seq_lens_q and the restarts of position_ids must be the same borders; got "
+                f"{min({*given} ^ {*borders})} in one of them alone"
+            )
+    return borders if given is None and len(borders) > 2 else given
 
 
 # --- the pattern of a layer
@@ -324,8 +353,21 @@ _ADVICE = (
 )
 
 
-def check_head(given: dict[str, Any], ranks: int) -> None:
-    """Raise a ValueError for arguments of a model with a head that count the rows of a shard."""
+def _missing_for_loss(given: dict[str, Any]) -> str:
+    for name in ("shift_labels", "num_items_in_batch"):
+        if given.get(name) is None:
+            return (
+                f"labels need {name}: shard_batch returns shift_labels, and labels_per_rank "
+                f"num_items_in_batch; got {name}=None"
+            )
+    return ""
+
+
+def check_head(given: dict[str, Any], ranks: int) -> str:
+    """Why arguments of a model with a head would be wrong on a shard; "" where they are right.
+
+    The labels too, which some forwards, as Liger's, do not hand to ``model.loss_function``.
+    """
     cache, kept = cache_of(given), given.get("logits_to_keep", 0)
     is_prompt = is_cached(given) and (cache is None or not cache.get_seq_length())
     why = ""
@@ -343,8 +385,9 @@ def check_head(given: dict[str, Any], ranks: int) -> None:
             "last token alone, and 0 without a cache, where it would count the rows of a shard: "
             f"generate, which passes 1, needs use_cache=True; got {in_brief(kept)}"
         )
-    if why:
-        raise ValueError(f"on {ranks} ranks {why}")
+    elif given.get("labels") is not None and not is_cached(given):
+        why = _missing_for_loss(given)
+    return why and f"on {ranks} ranks {why}"
 
 
 def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, Any]) -> None:
@@ -354,7 +397,6 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
     """
     count, ends = given.get("num_items_in_batch"), resolve_exchange(settings.options.group)
     ranks, why = ends.world_size, ""
-    missing = [x for x in ("shift_labels", "num_items_in_batch") if given.get(x) is None]
     if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
         why = (
             "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
@@ -362,17 +404,13 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
             "which casts floating arguments, pass num_items_in_batch.item(), or set "
             "cast_forward_inputs=False"
         )
-    elif ranks > 1 and missing:
-        why = (
-            f"on {ranks} ranks labels need {missing[0]}: shard_batch returns shift_labels, and "
-            f"labels_per_rank num_items_in_batch; got {missing[0]}=None"
-        )
+    elif ranks > 1 and (missing := _missing_for_loss(given)):
+        why = f"on {ranks} ranks {missing}"
     elif ranks > 1 and (found := _unlike_tokens(model)):
         why = f"on {ranks} ranks every token must be treated alone; got {found}"
-    if ranks == 1 or (settings.compared and logits.is_cuda):
-        if why:
-            raise ValueError(why)
+    if not why and (ranks == 1 or (settings.compared and logits.is_cuda)):
         return
+    # A rank that fails tells the others always, which find it in their next call of the group.
     with together("the loss", ends, logits.device, advice=_ADVICE) as agreed:
         if why:
             raise ValueError(why)

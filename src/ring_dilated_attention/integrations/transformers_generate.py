@@ -38,6 +38,7 @@ from .transformers_call import (
     cache_of,
     check_ids,
     check_padding,
+    check_table,
     inputs_of,
     pattern_of_layer,
 )
@@ -380,6 +381,7 @@ def prepared_with_cache(
 
 def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
     """Check a call with a cache, and lay its columns out: a prompt, or new ones behind it."""
+    settings.raise_refusal()
     cache = cache_of(given)
     cache = DilatedCache(module) if cache is None else _checked(cache)
     if torch.is_grad_enabled():
@@ -413,6 +415,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
     columns = torch.arange(before + count, device=device)
     firsts, places = _places(given, cache, Rows(batch, columns, 0))
     after = tuple(before + count - first for first in firsts)
+    check_table(module, max(after))
     call = partial(CachedCall, settings, cache=cache, columns=count, after=after)
     if before:
         return call(position_ids=places[:1] if len(set(firsts)) == 1 else places)
@@ -504,7 +507,8 @@ def prepare_cache_for_generation(
         mode = getattr(generation_mode, "value", generation_mode)
         raise ValueError(
             "a model with set_attention generates with a DilatedCache, cache_implementation=None, "
-            "by greedy search or sampling; beam search needs use_cache=False. Got "
+            "by greedy search or sampling: assisted decoding and prompt lookup are not supported, "
+            "and beams on one process alone, with use_cache=False. Got "
             f"cache_implementation={kind!r} and {mode}"
         )
     cache = cache_of(model_kwargs)

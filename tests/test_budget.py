@@ -13,18 +13,18 @@ BUDGET = {
     "cli": (1_025, 6),
     "decode": (1_539, 5),
     "draw": (644, 4),
-    "engine": (2_206, 9),
+    "engine": (2_208, 9),
     "exchange": (1_508, 7),
     "integrations": (2_980, 10),
     "kernels": (3_363, 10),
     "nn": (3_145, 12),
     "parallel": (1_029, 4),
-    "plan": (2_801, 9),
-    "the root": (2_134, 10),
+    "plan": (2_797, 9),
+    "the root": (2_135, 10),
     "tiles": (1_000, 6),
-    "torch_op": (975, 5),
+    "torch_op": (979, 5),
 }
-MOST_TESTS = 20_300
+MOST_TESTS = 20_400
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

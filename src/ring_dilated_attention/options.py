@@ -55,8 +55,9 @@ class AttentionOptions:
             most two remote shards; ``"gather"`` starts all transfers at once and holds them all;
             ``"heads"`` gives each rank all rows of some heads and sends the results back
             (all-to-all, as DeepSpeed-Ulysses), ``"heads:M"`` in groups of M consecutive ranks,
-            between which a ring goes (M divides the number of ranks, and is at most that of heads:
-            of KV heads where these see different keys); ``"heads"`` takes the largest M;
+            between which rows go by ring or gather (M divides the number of ranks, and is at most
+            that of heads: of KV heads where these see different keys); ``"heads"`` takes the
+            largest M;
             ``"auto"``, the default, is a ring, or gathers where that takes no more memory than
             query and out.
         backend: kernels that compute the tiles: ``"auto"``, the default, takes the fastest that

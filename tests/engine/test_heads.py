@@ -1,5 +1,6 @@
 """All-to-all by heads: exact on any number of ranks, and with the bytes of the plan."""
 
+import importlib
 import random
 from functools import partial
 
@@ -117,3 +118,29 @@ def shares(ends):
 
 def test_ranks_that_differ():
     run_loopback(2, shares)
+
+
+def rows_of_any_strides(ends):
+    x = torch.randn(1, 8, 4, 8, dtype=torch.float64)
+    query = x.transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    pattern = DilatedPattern([None], [1], head_slice=(4, 8, 8))
+    found = []
+    for exchange in ("ring", "heads"):
+        out = dilated_attention(query, x, x, pattern, group=ends, exchange=exchange)
+        found.append((out, *torch.autograd.grad(out.sum(), query)))
+    return found
+
+
+def test_kernels_are_given_whole_rows(monkeypatch):
+    """Of a transposed query, and of a gradient that is one number: kernels know no other stride."""
+    heads = importlib.import_module("ring_dilated_attention.engine.heads")
+    add = heads.add
+
+    def checked(totals, parts, *, store):
+        assert {x.stride(-1) for x in (*totals, *parts)} == {1}
+        add(totals, parts, store=store)
+
+    monkeypatch.setattr(heads, "add", checked)
+    for ring, by_heads in run_loopback(2, rows_of_any_strides):
+        for a, b in zip(ring, by_heads, strict=True):
+            torch.testing.assert_close(a, b)

@@ -150,7 +150,8 @@ class HeadExchange(NamedTuple):
         return [query, *keys]
 
     def _by_unit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A KV head for each of its units; a query as it is."""
+        """A KV head for each of its units; a query as it is. Kernels copy whole rows."""
+        tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         if tensor.shape[2] >= self.split.units:
             return tensor
         return tensor.repeat_interleave(self.split.repeats, 2)

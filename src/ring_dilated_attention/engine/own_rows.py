@@ -85,11 +85,12 @@ def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:
     plan, flops = one.plan, call.limits.own
     branches = _branches(plan.pattern.branches)
     longest = max((stop - start for start, stop in pairwise(plan.documents)), default=0)
-    work = one.own_tiles
     fits = longest <= own_programs.MOST_POSITIONS and len(branches) <= own_programs.MOST_BRANCHES
     if flops and fits:
         factor = (2 if plan.is_causal else 4) * head_dim * call.batch * call.heads_per_kv
         work = one.own_work(partial(by_rows, one, factor, flops))
+    else:
+        work = one.own_tiles
     launches: list[OwnLaunch] = []
     if work.ranges:
         stores = 1 << plan.covering if one.covers and plan.covering is not None else 0

@@ -3,8 +3,8 @@
 Consecutive ranks form groups. Those of a group deal out the heads: each gets the rows that all of
 them hold, of its heads alone, computes attention of these, and sends the results to the ranks that
 hold the rows. If one group has all ranks, each computes as a single rank does, with as few kernel
-calls. Else (a hybrid) the ranks that have the same heads, one of each group, run a ring in which a
-group's rows are one shard.
+calls. Else (a hybrid) the ranks that have the same heads, one of each group, run a ring or a gather
+in which a group's rows are one shard.
 """
 
 from __future__ import annotations
@@ -100,12 +100,6 @@ class HeadSplit:
 
     @cached_property
     def _stretches(self) -> list[tuple[Stretch, ...]]:
-        places = {}
-        for group, ranges in enumerate(self.inner_layout.ranges):
-            place = 0
-            for start, stop in ranges:
-                places[group, start] = place
-                place += stop - start
         found: list[list[Stretch]] = [[] for _ in self.layout.ranges]
         whole = iter(self.inner_layout.pieces)
         piece = next(whole)
@@ -118,7 +112,9 @@ class HeadSplit:
     def plan_of(self, plan: AttentionPlan, rank: int) -> RankPlan:
         """The part of a plan that a rank computes: its heads of the rows that its group holds."""
         own, pattern = self.units_of(rank), plan.pattern
-        if not pattern.heads_are_alike:
+        if pattern.heads_are_alike:
+            pattern = replace(pattern, head_slice=None)
+        else:
             first, _, total = pattern.head_slice or HeadSlice(0, 0, self.num_kv_heads)
             of_layer = HeadSlice(first + own.start, first + own.stop, total)
             pattern = replace(pattern, head_slice=of_layer)

@@ -22,6 +22,7 @@ from ..engine import (
     HeadExchange,
     Peers,
     RingCall,
+    kernels_on,
     ring_backward,
     ring_forward,
     rows_of_heads,
@@ -225,11 +226,12 @@ def _forward(
             out, lse = _by_rows(ring_forward, tensors, named, ends, resolved)
         else:
             swap = HeadExchange(resolved.heads, ends)
-            rows = swap.to_heads(*tensors)
-            own = rows_of_heads(rows, swap.query_heads)
-            own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
-            (out,) = swap.to_rows(own_out)
-            (lse,) = swap.to_rows(own_lse.transpose(1, 2).unsqueeze(-1))
+            with kernels_on(query.device):
+                rows = swap.to_heads(*tensors)
+                own = rows_of_heads(rows, swap.query_heads)
+                own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
+                (out,) = swap.to_rows(own_out)
+                (lse,) = swap.to_rows(own_lse.transpose(1, 2).unsqueeze(-1))
             lse = lse.squeeze(-1).transpose(1, 2).contiguous()
             if named.needs_gradients:
                 of_heads = [rows, own_out, own_lse]
@@ -304,12 +306,14 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _T
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
             tensors[:5] = _with_dlse(dlse, tensors[:5])
         resolved = resolve(named, tensors[0], ends)
-        if resolved.heads is not None:
+        if resolved.heads is None:
+            found = _by_rows(ring_backward, tensors, named, ends, resolved)
+        else:
             swap = HeadExchange(resolved.heads, ends)
-            (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
-        found = _by_rows(ring_backward, tensors, named, ends, resolved)
-        if resolved.heads is not None:
-            found = swap.to_rows(*found)
+            with kernels_on(query.device):
+                (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
+                found = _by_rows(ring_backward, tensors, named, ends, resolved)
+                found = swap.to_rows(*found)
         if dlse is not None:
             found = [x[..., :head_dim].contiguous() for x in found]
         dquery, dkey, dvalue = found

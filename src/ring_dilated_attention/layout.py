@@ -348,7 +348,7 @@ def _chunks(length: int, count: int, unit: int) -> list[tuple[int, int]]:
 
 
 def _check_size(name: str, tensor: torch.Tensor, dim: int, size: int) -> None:
-    """Raise a `TypeError` or `ValueError` unless a tensor has so many rows along a dimension."""
+    """Raise a `TypeError` or `ValueError` unless dimension `dim` of a tensor has `size` rows."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):

@@ -100,7 +100,7 @@ def check_ranks(case, positions, by_rank):
         assert got[name].shape == want[name].shape
         assert got[name].dtype == (lse_dtype if name == "lse" else case.dtype)
         # A gradient can be a small difference of large numbers: then as much as plain torch errs.
-        assert_close_to(got[name], want[name], plain=plain[name], factor=4.0, terms=128)
+        assert_close_to(got[name], want[name], plain=plain[name], factor=4.0, terms=64)
 
 
 @settings(max_examples=120)

@@ -1,4 +1,4 @@
-"""Nothing that is kept between calls grows without a bound."""
+"""Nothing that is kept between calls grows without a bound in bytes."""
 
 import gc
 import threading
@@ -10,7 +10,7 @@ from support.tolerances import FLOAT64
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.kernels import keep_few
-from ring_dilated_attention.resolve import forget_plans
+from ring_dilated_attention.resolve import cache_by_size, forget_plans
 
 
 @pytest.fixture
@@ -63,11 +63,33 @@ def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
     assert kept == (8 if most_blocks else 0)
 
 
+def test_cache_by_size():
+    made = []
+
+    @cache_by_size(100, lambda arguments, result: arguments[1])
+    def make(name, size):
+        made.append(name)
+        return [name] * size
+
+    first = make("a", 40)
+    assert make("a", 40) is first
+    make("b", 40)
+    make("a", 40)  # b is now the oldest
+    make("c", 40)
+    assert made == ["a", "b", "c"]
+    make("a", 40)
+    make("b", 40)
+    assert made == ["a", "b", "c", "b"]
+    assert make.held == 80
+
+
 def test_threads_may_share_a_cache():
+    make = cache_by_size(500, lambda arguments, result: 100)(lambda number: number)
     entries: dict[object, int] = {}
 
     def work():
         for number in range(3000):
+            assert make(number % 7) == number % 7
             assert keep_few(entries, number % 7, lambda: 1, 5) == 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -75,4 +97,5 @@ def test_threads_may_share_a_cache():
         thread.start()
     for thread in threads:
         thread.join()
+    assert make.held <= 500
     assert len(entries) <= 5

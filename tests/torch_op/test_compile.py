@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.tolerances import FLOAT32, assert_close_to, rounding_bound
+from support.tolerances import FLOAT32, rounding_bound
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -72,7 +72,7 @@ def assert_equal(actual, expected):
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         assert a.stride() == b.stride()
-        assert_close_to(a, b, terms=64)  # MKL's sums go by the addresses of tensors, too
+        assert torch.equal(a, b)
 
 
 # --- the operators
@@ -335,7 +335,7 @@ def _groups(rank, world_size):
 
 
 def test_process_groups_compile():
-    assert max(error for errors in run_ranks(_groups, 2) for error in errors) < FLOAT32
+    assert not any(error for errors in run_ranks(_groups, 2) for error in errors)
 
 
 # --- on CUDA devices

@@ -157,8 +157,8 @@ ARGUMENTS: tuple[tuple[str, bool | None, str, str], ...] = (
     ("output_router_logits", False, "with a KV cache", "they would be in another order"),
     ("output_hidden_states", False, "with a KV cache", "they would be in another order"),
 )
-"""Arguments of a model: name, what it must be, in which calls ("": all), and why. Where that is a
-bool, the argument None means what the config says."""
+"""Arguments of a model: name, required value, calls in which it is required ("": all), and reason.
+Where the required value is a bool, None stands for the value in the config."""
 
 HARMLESS = frozenset(
     {

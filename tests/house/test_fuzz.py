@@ -54,3 +54,11 @@ def test_what_is_wrong_or_crashes_is_found(fuzz, capsys, monkeypatch):
         assert fuzz.main([*options, "--calls", "2"]) == 1
     with pytest.raises(SystemExit, match="no back end is left"):
         fuzz.main(["--backend", "fa4"])
+
+
+def test_calls_are_drawn_again_from_their_seed(fuzz):
+    among = fuzz.choices((1, 5), "cpu", ["auto", "eager"])
+    drawn = [fuzz.draw(seed, among) for seed in range(50)]
+    assert drawn == [fuzz.draw(seed, among) for seed in range(50)]
+    assert {case.layout.world_size for case in drawn} == {1, 2, 3, 4, 5}
+    assert {case.backend for case in drawn} == {"auto", "eager"}

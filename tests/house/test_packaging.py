@@ -1,5 +1,6 @@
 """What is published with the code: one version, links that lead somewhere, pages of results."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -178,3 +179,49 @@ def test_nothing_of_one_machine():
             if match := SHOWN_ELSEWHERE.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert not found, "\n".join(found)
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions and classes of a module, and Class.method."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [x.name for x in node.body if isinstance(x, ast.FunctionDef)]
+            found |= {f"{node.name}.{method}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_that_pages_name_are_there(page):
+    """And functions, where a page names one behind the file: ``a/b.py`` (``function``..."""
+    package = ROOT / "src" / "ring_dilated_attention"
+    text = (ROOT / page).read_text()
+    for path, name in re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`)?", text):
+        found = [base / path for base in (package, ROOT, ROOT / "tests") if (base / path).is_file()]
+        assert found, path
+        assert not name or name in names_in(found[0]), (path, name)
+
+
+def test_contributing_names_targets_that_exist():
+    assert made_in((ROOT / "CONTRIBUTING.md").read_text()) <= targets_of_make()
+
+
+def test_scripts_named_in_pages_exist_and_take_their_options():
+    wrong = []
+    for page in pages():
+        for line in page.read_text().splitlines():
+            named = re.split(r"\b((?:benchmarks|tests)/\w+\.(?:py|sh))", line)
+            for script, behind in zip(named[1::2], named[2::2], strict=True):
+                rest = behind.partition("`")[0]
+                if not (ROOT / script).exists():
+                    wrong.append(f"{page.relative_to(ROOT)}: {script} does not exist")
+                    continue
+                code = (ROOT / script).read_text()
+                if script.endswith(".sh") or not line.startswith("    "):
+                    continue
+                for option in re.findall(r" --([a-z][\w-]*)", rest.partition("#")[0]):
+                    if f'"--{option}"' not in code and f"{option.replace('-', '_')}:" not in code:
+                        wrong.append(f"{page.relative_to(ROOT)}: {script} has no --{option}")
+    assert not wrong, "\n".join(wrong)

@@ -6,6 +6,7 @@ the place of the stand-in.
 
 import copy
 import functools
+import threading
 import types
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.slide_models import (
     gigapath,
     initialized,
     slide,
+    small,
 )
 from support.tolerances import rounding_bound
 from support.worlds import world
@@ -392,3 +394,59 @@ def test_models_that_are_refused(build, message):
     with pytest.raises((TypeError, ValueError), match=message):
         shard_slide_encoder(model)
     assert not kinds or kinds == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize(("tiles", "sizes"), [(1001, [504, 498]), (700, [351, 350])])
+def test_shards_of_long_slides_begin_at_multiples_of_the_rates(tiles, sizes):
+    """Those of the model are 1, 2 and 4; shards of 351 rows would differ by more than 1%."""
+    model, inputs = gigapath(), slide(tiles)
+    expected = model(*inputs)[0]
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        shard_slide_encoder(own, group=ends)
+        found = own(*inputs)[0]
+        layout = own.encoder.layers[0].self_attn.layout
+        return found, [layout.local_length(rank) for rank in range(2)]
+
+    for found, own_sizes in run_loopback(2, run):
+        assert own_sizes == sizes
+        assert relative_error(found, expected) < EXACT
+
+
+def test_stochastic_depth_is_that_of_one_process(monkeypatch):
+    """The same draws on both: the same function, also the scale of what is kept."""
+    model = initialized(LongNetViT(drop_path_rate=0.4))
+    draws = [0.9, 0.1, 0.5, 0.3]  # those below 0.4 drop
+    mine = threading.local()  # of this rank
+
+    def draw(*shape, **options):
+        mine.left = getattr(mine, "left", None) or list(draws)
+        return torch.full(shape, mine.left.pop(0), dtype=torch.float64)
+
+    def run(ends):
+        own = copy.deepcopy(model)
+        shard_slide_encoder(own, group=ends)
+        return own(*slide(40))[0]
+
+    monkeypatch.setattr(torch, "rand", draw)
+    want = model(*slide(40))[0]
+    assert all(relative_error(out, want) < EXACT for out in run_loopback(2, run))
+
+
+def test_options_reach_the_attention():
+    model = initialized(LongNetViT(args=small()))
+    assert shard_slide_encoder(model, branch_gradients="exact", zero_keys=False) == 2
+    attention = model.encoder.layers[0].self_attn
+    assert attention.branch_gradients == "exact"
+    assert not attention.pattern.zero_keys
+    with pytest.raises(TypeError, match="quick"):
+        shard_slide_encoder(initialized(LongNetViT()), quick=True)
+
+
+def test_layers_that_mix_rows_are_refused_on_ranks():
+    """On one process experts see all rows; the message names the layer by its path."""
+    model = model_with(encoder__layers__0__is_moe_layer=True)
+    assert shard_slide_encoder(model) == 2
+    message = "layers.0, a Layer, is a layer of experts"
+    assert_refused(2, lambda ends: shard_slide_encoder(model, group=ends), message)

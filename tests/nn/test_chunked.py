@@ -192,3 +192,36 @@ def test_refusals():
         map_rows(torch.relu, torch.zeros(1, 3), rows=0)
     with pytest.raises(ValueError, match=r"same number of rows; got shapes \(1, 3\), \(1, 4\)"):
         map_rows(torch.add, torch.zeros(1, 3), torch.zeros(1, 4), rows=2)
+
+
+@pytest.mark.parametrize("rows", [4, 20])
+def test_parameters_that_were_frozen_since_forward_get_no_gradient(rows):
+    module, arguments = TwoInputs(), inputs(9)
+    found = sum(x.sum() for x in map_rows(module, *arguments, rows=rows, modules=(module,)))
+    wanted = sum(x.sum() for x in module(*arguments))
+    module.expand.requires_grad_(False)
+    gradients = []
+    for total in (found, wanted):
+        total.backward()
+        assert module.expand.weight.grad is None
+        gradients.append([arguments[0].grad, module.contract.weight.grad, module.norm.weight.grad])
+        for x in (*module.parameters(), arguments[0]):
+            x.grad = None
+    for a, b in zip(*gradients, strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
+def test_parameters_changed_before_backward_are_an_error():
+    module, arguments = TwoInputs(), inputs(9)
+    loss = map_rows(module, *arguments, rows=4, modules=(module,))[0].sum()
+    with torch.no_grad():
+        module.expand.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_that_take_no_part_are_an_error():
+    module, arguments = TwoInputs(), inputs(9)
+    loss = map_rows(module, *arguments, rows=4, modules=(module, nn.Linear(2, 2)))[0].sum()
+    with pytest.raises(RuntimeError, match="not have been used"):
+        loss.backward()

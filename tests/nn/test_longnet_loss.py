@@ -152,3 +152,22 @@ def test_bad_labels_of_one_rank_are_refused_on_all():
 def test_bad_options_are_refused(options, kind, message):
     with pytest.raises(kind, match=message):
         make_model(**options)
+
+
+def test_bfloat16_chunks_are_as_accurate_as_none():
+    tokens, labels = make_text()
+    exact = loss_and_gradients(make_model(dtype=torch.float32), tokens, labels)
+
+    def errors(checkpoint, chunk_rows):
+        model = make_model(checkpoint, chunk_rows, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(tokens, labels)
+        assert loss.dtype == torch.float32
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(g.dtype == torch.float32 for g in gradients)
+        return [relative_error(a, b) for a, b in zip((loss, *gradients), exact, strict=True)]
+
+    plainly, in_chunks = errors("none", None), errors("keep_attention", 5)
+    assert max(plainly) < 0.1
+    for a, b in zip(in_chunks, plainly, strict=True):
+        assert a < 1.5 * b + 1e-3

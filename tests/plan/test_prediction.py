@@ -110,3 +110,36 @@ def test_heads_take_the_time_of_their_messages():
         own = costs.predict(split.plan_of(rank.plan, 2), SIZE, slow, backward=backward)
         assert found.seconds == pytest.approx(own.seconds + swap)
         assert swap > 0
+
+
+def test_rows_behind_compute_are_not_exposed():
+    """Each step computes 10 seconds; its rows take 5."""
+    plan = dense(2)
+    rank = plan.rank(0)
+    step = costs.flops(rank, SIZE) / 2 / 10
+    nbytes = costs.traffic(rank, SIZE).forward_received
+    rates = replace(
+        PLAIN,
+        forward=replace(COMPUTE, flops=step),
+        inside=costs.Link(bytes_per_second=nbytes / 5, latency=0),
+    )
+    found = costs.predict(rank, SIZE, rates, backward=False)
+    assert found.seconds == pytest.approx(20)
+    slower = replace(rates, inside=costs.Link(bytes_per_second=nbytes / 15, latency=0))
+    assert costs.predict(rank, SIZE, slower, backward=False).seconds == pytest.approx(25)
+
+
+def test_gradients_travel_too():
+    """Backward with no compute: rows in, and as many bytes of gradients back."""
+    rank = dense(2).rank(0)
+    nbytes = costs.traffic(rank, SIZE).forward_received
+    rates = replace(PLAIN, inside=costs.Link(bytes_per_second=nbytes, latency=0))
+    assert costs.predict(rank, SIZE, rates, backward=False).seconds == pytest.approx(1, abs=0.2)
+    assert costs.predict(rank, SIZE, rates, backward=True).seconds == pytest.approx(2, abs=0.2)
+
+
+def test_short_tiles_and_groups_take_longer():
+    rank = dense(1, length=512).rank(0)
+    one = costs.predict(rank, SIZE, PLAIN, backward=False).seconds
+    halved = replace(PLAIN, forward=replace(COMPUTE, half_keys=512, group_seconds=3.0))
+    assert costs.predict(rank, SIZE, halved, backward=False).seconds == pytest.approx(2 * one + 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from support.tolerances import FLOAT64
-from torch.func import grad, hessian, jacrev
+from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -111,3 +111,15 @@ def test_vmap_is_one_call_after_the_other(tensors):
     found = torch.func.vmap(grad(loss))(*several)
     want = torch.stack([grad(loss)(*each) for each in zip(*several, strict=True)])
     assert relative_error(found, want) < FLOAT64
+
+
+@pytest.mark.parametrize("function", [attend, replicated])
+@pytest.mark.parametrize("transform", [jvp, jacfwd])
+def test_forward_mode_is_refused(tensors, function, transform):
+    query, key, value = tensors
+
+    def loss(query):
+        return function(query, key, value).sum()
+
+    with pytest.raises(NotImplementedError, match="forward"):
+        jvp(loss, (query,), (query,)) if transform is jvp else transform(loss)(query)

@@ -13,6 +13,7 @@ from support.on_ranks import on_ranks, out_and_gradients
 from support.strategies import layouts
 from support.tolerances import FLOAT64, assert_close_to
 from support.torchscale_definition import torchscale_by_definition
+from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
     DilatedPattern,
@@ -21,6 +22,9 @@ from ring_dilated_attention import (
     dilated_attention,
 )
 from ring_dilated_attention.checks import reference_attention, relative_error
+from ring_dilated_attention.engine import ring_forward
+from ring_dilated_attention.nn import MultiheadDilatedAttention, keep_attention
+from ring_dilated_attention.torch_op import operator
 
 PATTERN = DilatedPattern([6, 11, None], [1, 2, 3], head_offsets="blocked", zero_keys=True)
 
@@ -127,3 +131,33 @@ def test_where_nothing_is_mixed_it_is_the_exact_gradient(pattern):
     outs = [f(x, x, x, pattern) for f in (detached_dilated_attention, dilated_attention)]
     got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
     assert torch.equal(got, want)
+
+
+def test_keep_attention_computes_forward_once(monkeypatch):
+    calls = []
+    forward = ring_forward
+
+    def count(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    monkeypatch.setattr(operator, "ring_forward", count)
+    torch.manual_seed(0)
+    block = MultiheadDilatedAttention(
+        32,
+        4,
+        segment_lengths=PATTERN.segment_lengths,
+        dilation_rates=PATTERN.dilation_rates,
+        head_offsets="blocked",
+        zero_keys=True,
+        branch_gradients="detached",
+        dtype=torch.float64,
+    )
+    x = torch.randn(1, 23, 32, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(block(x, x, x)[0].square().sum(), [x, *block.parameters()])
+    calls.clear()
+    out, _ = checkpoint(block, x, x, x, use_reentrant=False, context_fn=keep_attention)
+    gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+    assert len(calls) == 1
+    for got, want in zip(gradients, expected, strict=True):
+        assert close(got, want)

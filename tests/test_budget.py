@@ -13,7 +13,7 @@ BUDGET = {
     "cli": (1_025, 6),
     "decode": (1_539, 5),
     "draw": (644, 4),
-    "engine": (2_208, 9),
+    "engine": (2_215, 9),
     "exchange": (1_508, 7),
     "integrations": (2_980, 10),
     "kernels": (3_363, 10),

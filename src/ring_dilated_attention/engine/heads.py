@@ -6,7 +6,7 @@ kernels read views of what was received. Only what is sent is packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -69,28 +69,14 @@ class HeadExchange(NamedTuple):
         batch, length, _, head_dim = whole[0].shape
         counts = [x.shape[2] // split.units for x in whole]  # heads of a unit
         group = split.group_length(rank)
-        into: list[torch.Tensor] = []
-        parts: list[torch.Tensor] = []
-        messages: dict[int, torch.Tensor] = {}
+        messages = {}
         for member in split.members(rank):
             rows, units = (group if member == rank else length), split.units_of(member)
             shape = rows, batch, len(units) * sum(counts), head_dim
             messages[member] = whole[0].new_empty(shape)
-            stretches = split.stretches(rank) if member == rank else ((0, 0, length),)
-            for local, place, size in stretches:
-                views = _split(messages[member][place : place + size], len(units), counts)
-                for x, count, view in zip(whole, counts, views, strict=True):
-                    into.append(view.permute(1, 2, 0, 3))
-                    heads = slice(units.start * count, units.stop * count)
-                    parts.append(x[:, local : local + size, heads].transpose(1, 2))
-        _copy(into, parts)
+        _copy((view, part) for view, part in self._pairs(messages, whole, counts))
         found = messages.pop(rank)
-        self._swap(
-            {member: [x[a : a + size] for a, _, size in split.stretches(rank)]
-             for member, x in messages.items()},
-            {member: [found[a : a + size] for _, a, size in split.stretches(member)]
-             for member in messages},
-        )  # fmt: skip
+        self._swap(messages, found, to_heads=True)
         return found
 
     def to_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -112,8 +98,10 @@ class HeadExchange(NamedTuple):
         if len(tensors) > 1 or not joined.is_contiguous():
             joined = joined.new_empty(group, batch, len(own) * sum(counts), head_dim)
             views = _split(joined, len(own), counts)
-            into = [view.permute(1, 2, 0, 3) for view in views]
-            _copy(into, [x.transpose(1, 2) for x in tensors])
+            _copy(
+                (view.permute(1, 2, 0, 3), x.transpose(1, 2))
+                for view, x in zip(views, tensors, strict=True)
+            )
         others = [member for member in split.members(rank) if member != rank]
         messages = {
             member: joined.new_empty(
@@ -121,26 +109,11 @@ class HeadExchange(NamedTuple):
             )
             for member in others
         }
-        self._swap(
-            {member: [joined[a : a + size] for _, a, size in split.stretches(member)]
-             for member in others},
-            {member: [x[a : a + size] for a, _, size in split.stretches(rank)]
-             for member, x in messages.items()},
-        )  # fmt: skip
+        self._swap(messages, joined, to_heads=False)
         found = [x.new_empty(batch, length, split.units * count, head_dim)
                  for x, count in zip(tensors, counts, strict=True)]  # fmt: skip
-        into, parts = [], []
-        for member in split.members(rank):
-            units = split.units_of(member)
-            stretches = split.stretches(rank) if member == rank else ((0, 0, length),)
-            for local, place, size in stretches:
-                message = joined if member == rank else messages[member]
-                views = _split(message[place : place + size], len(units), counts)
-                for x, count, view in zip(found, counts, views, strict=True):
-                    at = slice(units.start * count, units.stop * count)
-                    into.append(x[:, local : local + size, at].transpose(1, 2))
-                    parts.append(view.permute(1, 2, 0, 3))
-        _copy(into, parts)
+        messages[rank] = joined
+        _copy((part, view) for view, part in self._pairs(messages, found, counts))
         query, *keys = found
         if split.repeats > 1:
             keys = [
@@ -148,6 +121,27 @@ class HeadExchange(NamedTuple):
                 for x in keys
             ]
         return [query, *keys]
+
+    def _pairs(
+        self,
+        messages: dict[int, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        counts: Sequence[int],
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views (batch, heads, rows, head_dim) of messages, and of this rank's tensors, that match.
+
+        Messages hold this rank's rows of the heads of a member; its own one all rows of the group.
+        """
+        split, rank = self.split, self.ends.rank
+        for member, message in messages.items():
+            units, whole = split.units_of(member), ((0, 0, len(message)),)
+            stretches = split.stretches(rank) if member == rank else whole
+            for local, place, size in stretches:
+                views = _split(message[place : place + size], len(units), counts)
+                for x, count, view in zip(tensors, counts, views, strict=True):
+                    heads = slice(units.start * count, units.stop * count)
+                    own = x[:, local : local + size, heads].transpose(1, 2)
+                    yield view.permute(1, 2, 0, 3), own
 
     def _by_unit(self, tensor: torch.Tensor) -> torch.Tensor:
         """A KV head for each of its units; a query as it is. Kernels copy whole rows."""
@@ -157,16 +151,29 @@ class HeadExchange(NamedTuple):
         return tensor.repeat_interleave(self.split.repeats, 2)
 
     def _swap(
-        self, send: dict[int, list[torch.Tensor]], receive: dict[int, list[torch.Tensor]]
+        self, messages: dict[int, torch.Tensor], joined: torch.Tensor, *, to_heads: bool
     ) -> None:
-        """Send tensors to members of the group, and receive others of them, in order."""
+        """Exchange rows with the other members of the group, range by range.
+
+        Args:
+            messages: by member, this rank's rows of the member's heads.
+            joined: all rows of the group, of this rank's heads.
+            to_heads: whether messages are sent and `joined` is received, or the other way round.
+        """
         split, rank = self.split, self.ends.rank
         members, pending = split.members(rank), []
-        place = rank - members.start
+
+        def rows_with(member: int, *, sent: bool) -> Iterator[torch.Tensor]:
+            if sent == to_heads:
+                found = [messages[member][a : a + size] for a, _, size in split.stretches(rank)]
+            else:
+                found = [joined[a : a + size] for _, a, size in split.stretches(member)]
+            return filter(_has_rows, found)
+
         for step in range(1, split.ranks):
+            place = rank - members.start
             to, source = (members[(place + x) % split.ranks] for x in (step, -step))
-            pairs = zip_longest(filter(_has_rows, send[to]), filter(_has_rows, receive[source]))
-            for one, other in pairs:
+            for one, other in zip_longest(rows_with(to, sent=True), rows_with(source, sent=False)):
                 pending.append(
                     self.ends.start(
                         None if one is None else (to, one),
@@ -195,11 +202,11 @@ def _has_rows(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def _copy(into: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-    """Copy views (batch, heads, rows, head_dim)."""
-    pairs = [pair for pair in zip(into, parts, strict=True) if pair[0].numel()]
-    if pairs:
-        add(*zip(*pairs, strict=True), store=True)
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second view (batch, heads, rows, head_dim) of each pair into the first."""
+    filled = [pair for pair in pairs if _has_rows(pair[0])]
+    if filled:
+        add(*zip(*filled, strict=True), store=True)
 
 
 def _split(rows: torch.Tensor, units: int, counts: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from math import lcm
 from typing import NamedTuple
 
-from .pattern import DilatedPattern
+from .pattern import DilatedPattern, Window, band_pairs
 
 MOST_WORK, MOST_POSITIONS = 1.05, 1.10
 """Of a rank, over the mean of all ranks."""
@@ -87,7 +87,10 @@ def _deal(
         length = document.stop - document.start
         parts = min(-int(-max(document[:2]) // largest), max(length // (2 * unit), 1))
         # Chunks from both ends, or of a mask that is not causal, are alike but for segments.
-        is_even = all(w is None or w >= length for w in pattern.segment_lengths)
+        is_even = all(
+            w is None or (not isinstance(w, Window) and w >= length)
+            for w in pattern.segment_lengths
+        )
         first = 0
         while first < parts:
             _, work, positions, rank = heapq.heappop(ranks)
@@ -132,6 +135,10 @@ def _pairs_before(pattern: DilatedPattern, position: int, length: int, is_causal
     """About how many (query, key) pairs a head has before a position of a document."""
     pairs = 0.0
     for segment, rate in pattern.branches:
+        if isinstance(segment, Window):
+            left, right = segment.seen(is_causal)
+            pairs += band_pairs(position, length, -left, right) / rate
+            continue
         w = min(segment or length, length)
         full, rest = divmod(position, w)
         for count, rows, of in ((full, w, w), (1, rest, min(w, length - full * w))):

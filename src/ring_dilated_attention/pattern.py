@@ -18,11 +18,37 @@ HEAD_OFFSETS: tuple[str, ...] = get_args(HeadOffsets)
 HEAD_BRANCHES: tuple[str, ...] = get_args(HeadBranches)
 
 
-class Branch(NamedTuple):
-    """One branch of a pattern: segments of `segment_length` positions, every `dilation_rate`-th."""
+class Window(NamedTuple):
+    """The positions from `left` before a query to `right` behind it; a causal one sees no `right`.
 
-    segment_length: int | None  # None: the whole document is one segment
+    In place of a segment length it makes a branch a sliding window.
+    """
+
+    left: int
+    right: int = 0
+
+    def seen(self, is_causal: bool) -> Window:
+        """What is left of it under a causal mask."""
+        return Window(self.left) if is_causal else self
+
+    def __str__(self) -> str:
+        return f"window {self.left}" + f"+{self.right}" * bool(self.right)
+
+
+Length: TypeAlias = "int | Window | None"
+"""Segments of that many positions; a window; or None: the whole document is one segment."""
+
+
+class Branch(NamedTuple):
+    """One branch of a pattern: a segment or window, and every `dilation_rate`-th position of it."""
+
+    segment_length: Length
     dilation_rate: int
+
+    @property
+    def stride(self) -> int:
+        """One in how many positions the branch gives keys to; a window gives keys to all."""
+        return 1 if isinstance(self.segment_length, Window) else self.dilation_rate
 
     def __str__(self) -> str:
         length = "document" if self.segment_length is None else self.segment_length
@@ -134,6 +160,32 @@ def check_head_slice(value: Any) -> HeadSlice:
     return HeadSlice(start, stop, total)
 
 
+def band_pairs(queries: int, keys: int, low: int, high: int) -> int:
+    """How many pairs of query i and key j there are with ``low <= j - i <= high``."""
+
+    def up_to(high: int) -> int:
+        first = min(max(-high, 0), queries)  # the first query with such a key
+        all_seen = min(max(keys - high - 1, first), queries)  # the first that has all keys
+        some = all_seen - first
+        return (first + all_seen - 1) * some // 2 + some * (high + 1) + (queries - all_seen) * keys
+
+    return max(up_to(high) - up_to(low - 1), 0)
+
+
+def _check_length(value: Any) -> Length:
+    """Return the length of a branch as it is kept; an error names it unless it is one."""
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return check_positive_int("a segment length", value)
+    if len(value) != 2:
+        raise TypeError(f"a window must be (left, right); got {len(value)} numbers")
+    window = Window(*(check_int("a window", x) for x in value))
+    if min(window) < 0:
+        raise ValueError(f"a window must not have negative sides; got {tuple(window)}")
+    return window
+
+
 @dataclass(frozen=True)
 class DilatedPattern:
     """Which keys each head's queries see: a list of (segment length, dilation rate) branches.
@@ -145,8 +197,14 @@ class DilatedPattern:
     of two branches counts twice (LongNet, arXiv 2307.02486, eq. 9-10). There are no divisibility
     constraints.
 
+    A branch may be a sliding window in place of segments. Then every query, of every head that runs
+    the branch, sees the keys of its document at most `Window.left` positions before it and at most
+    `Window.right` behind it, every r-th counted from the query. A window has no head offsets and no
+    zero keys.
+
     Args:
-        segment_lengths: one length per branch, in positions; None means the whole document.
+        segment_lengths: one length per branch, in positions; None means the whole document, a
+            `Window` (or two ints) a sliding window.
         dilation_rates: one rate per branch, in positions.
         head_offsets: offset of KV head h of H in a branch of rate r: ``"interleaved"`` is
             h mod r (the LongNet paper), ``"blocked"`` is h // ceil(H / r) (torchscale).
@@ -174,7 +232,7 @@ class DilatedPattern:
         2
     """
 
-    segment_lengths: Sequence[int | None]  # kept as a tuple
+    segment_lengths: Sequence[Length]  # kept as a tuple
     dilation_rates: Sequence[int]  # kept as a tuple
     _: KW_ONLY
     head_offsets: HeadOffsets = "interleaved"
@@ -205,10 +263,7 @@ class DilatedPattern:
             )
         check_bool("zero_keys", self.zero_keys)
         kept = {
-            "segment_lengths": tuple(
-                None if w is None else check_positive_int("a segment length", w)
-                for w in self.segment_lengths
-            ),
+            "segment_lengths": tuple(map(_check_length, self.segment_lengths)),
             "dilation_rates": tuple(
                 check_positive_int("a dilation rate", r) for r in self.dilation_rates
             ),
@@ -221,6 +276,25 @@ class DilatedPattern:
     def dense(cls) -> DilatedPattern:
         """Dense attention over the whole document: one branch, ``(None, 1)``."""
         return cls([None], [1])
+
+    @classmethod
+    def window(cls, left: int, right: int = 0, dilation_rate: int = 1) -> DilatedPattern:
+        """A sliding window: one branch, in which every query sees the positions around it.
+
+        Args:
+            left: how many positions before itself a query sees; >= 0. A model's ``sliding_window``
+                of w, which counts the query, is ``left = w - 1``.
+            right: how many positions behind itself; >= 0. With a causal mask none, whatever it is.
+            dilation_rate: of these positions every r-th, counted from the query.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above.
+
+        Examples:
+            >>> print(DilatedPattern.window(1023))
+            (window 1023, 1)
+        """
+        return cls([Window(left, right)], [dilation_rate])
 
     @classmethod
     def geometric(
@@ -285,8 +359,13 @@ class DilatedPattern:
 
     @property
     def heads_are_alike(self) -> bool:
-        """Whether all heads see the same keys: every rate is 1, and heads run all branches."""
-        return self.head_branches == "all" and max(self.dilation_rates) == 1
+        """Whether all heads see the same keys: they run all branches, and none has offsets."""
+        return self.head_branches == "all" and all(x.stride == 1 for x in self.branches)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a branch is a sliding window."""
+        return any(isinstance(x, Window) for x in self.segment_lengths)
 
     def single_branches(self) -> Iterator[DilatedPattern]:
         """The pattern of each branch by itself, where heads run all of them."""
@@ -340,7 +419,7 @@ class DilatedPattern:
                 f"the pattern is for {stop - start} KV heads (head_slice {start, stop, total}); "
                 f"the call has {num_kv_heads}"
             )
-        rate = self.dilation_rates[branch]
+        rate = self.branches[branch].stride
         if self.head_branches == "split":
             small, larger = divmod(total, len(self.dilation_rates))
             first = branch * small + min(branch, larger)

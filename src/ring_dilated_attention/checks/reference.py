@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..documents import Integers, as_ints, packed_rows
 from ..options import BranchGradients, check_options
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, Window
 from ..torch_op import validate_tensors
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -41,7 +41,8 @@ def key_counts(
 
     Returns:
         int64 (H, n, n): entry (h, q, k) counts the branches of head h in which q and k lie in the
-        same segment, both at that head's offset modulo the rate. int64 (H, n): a segment of w
+        same segment, both at that head's offset modulo the rate, or in which k lies in the window
+        of q, a multiple of the rate away. int64 (H, n): a segment of w
         positions, at most its document's length, has ceil(w / r) places of a head's keys; those
         behind its end are zero keys. All are 0 unless the pattern has `zero_keys`.
     """
@@ -51,7 +52,14 @@ def key_counts(
     in_document = position - borders[document]
     counts = torch.zeros(num_kv_heads, length, length, dtype=torch.int64)
     zero_keys = torch.zeros(num_kv_heads, length, dtype=torch.int64)
+    away = position - position[:, None]  # of each key from each query
     for index, (segment_length, rate) in enumerate(pattern.branches):
+        if isinstance(segment_length, Window):
+            near = (away >= -segment_length.left) & (away <= segment_length.right)
+            shown = near & (away % rate == 0) & (document[:, None] == document)
+            for head, _ in pattern.heads(index, num_kv_heads):
+                counts[head] += shown
+            continue
         w = length if segment_length is None else segment_length
         segment, in_segment = in_document // w, in_document % w
         together = (document[:, None] == document) & (segment[:, None] == segment)

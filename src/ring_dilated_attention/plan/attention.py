@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..documents import document_borders
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, check_positive_int
+from ..pattern import DilatedPattern, Length, Window, band_pairs, check_positive_int
 from .rows import (
     Link,
     Message,
@@ -40,6 +40,7 @@ from .rows import (
     join_runs,
     own_runs,
     spans,
+    window_links,
 )
 from .tiling import FlaggedRows, OwnWork, Tiling, own_ranges, tiling_of, zero_key_groups
 
@@ -111,11 +112,14 @@ class AttentionPlan:
         round are fewer kernel calls, and still less memory.
         """
         # Of a head, in the branch that has the most of them in a shard.
-        rows = max(
-            -(-min(self.layout.max_local_length, length or self.layout.length) // rate)
+        most = self.layout.max_local_length
+        of_branches = (
+            most * -(-(sum(length) + 1) // rate)
+            if isinstance(length, Window)
+            else (-(-min(most, length or most) // rate)) ** 2
             for length, rate in self.pattern.branches
         )
-        pairs = max(rows * rows * (self.num_heads // self.num_kv_heads), 1)
+        pairs = max(max(of_branches) * (self.num_heads // self.num_kv_heads), 1)
         total = self.num_kv_heads
         heads = max(-(-ROUND_PAIRS // pairs), self.num_heads // 16)
         count = -(-total // min(total, heads))
@@ -130,30 +134,31 @@ class AttentionPlan:
         return next(
             (
                 branch
-                for branch, rate in enumerate(self.pattern.dilation_rates)
-                if rate == 1 and len(self.tiling.heads[branch]) == len(self.kv_heads)
+                for branch, each in enumerate(self.pattern.branches)
+                if each.stride == 1 and len(self.tiling.heads[branch]) == len(self.kv_heads)
             ),
             None,
         )
 
     @cached_property
-    def branches(self) -> list[tuple[int, int | None]]:
+    def branches(self) -> list[tuple[int, Length]]:
         """The number of each branch and its segments' length; the one that covers first."""
-        lengths = enumerate(length for length, _ in self.pattern.branches)
+        lengths = enumerate(self.pattern.segment_lengths)
         return sorted(lengths, key=lambda item: item[0] != self.covering)
 
     def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
         """Segments shared with parts whose keys `parts` see, and with parts that see theirs."""
         cut_parts = [part for part in parts if not part.is_whole]
-        found = [
-            span
-            for branch, length in self.branches
-            for part in cut_parts
-            for span in spans(branch, part, length)
-        ]
+        seen, shown = [], []
+        for branch, length in self.branches:
+            window = self.tiling.window(branch)
+            # Whoever a position sees in its window sees it in the mirrored one.
+            ways = (length, length) if window is None else (window, Window(*reversed(window)))
+            for found, way in zip((seen, shown), ways, strict=True):
+                found += [x for part in cut_parts for x in spans(branch, part, way)]
         if not self.is_causal:
-            return found, found
-        return [x for x in found if x.is_before], [x for x in found if not x.is_before]
+            return seen, shown
+        return [x for x in seen if x.is_before], [x for x in shown if not x.is_before]
 
     def parts_of(self, rank: int) -> list[Part]:
         """The ranges that `rank` holds, cut at document borders."""
@@ -168,7 +173,7 @@ class AttentionPlan:
         """
         parts = max(map(len, self.layout.ranges))  # of a document
         heads_per_kv = self.num_heads // self.num_kv_heads
-        reached = sum(1 / rate for rate in self.pattern.dilation_rates)
+        reached = sum(1 / branch.stride for branch in self.pattern.branches)
         return heads_per_kv * parts * reached > FEW_ADDITIONS
 
     @cached_property
@@ -192,6 +197,9 @@ class AttentionPlan:
         longest = max(documents)
         bound = 0
         for branch, (length, rate) in enumerate(pattern.branches):
+            if isinstance(length, Window):
+                bound += pieces * sum(length) * len(pattern.heads(branch, self.num_kv_heads))
+                continue
             w = longest if length is None else min(length, longest)
             segments = min(2 * pieces, sum(-(-document // w) for document in documents))
             bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
@@ -304,6 +312,11 @@ class RankPlan:
         chosen: dict[int, FlaggedRows] = {}
         for branch, length in self._own_branches:
             runs = self._own_runs(length)
+            if tiling.window(branch) is not None:
+                if runs and (of_window := tiling.own_windows(branch, runs)):
+                    groups.append(of_window)
+                apart += [link for link in links if link.branch == branch]
+                continue
             flags = by_rows(branch, runs)
             chosen[branch] = FlaggedRows(runs, flags)
             left: Sequence[OwnRun] = [*compress(runs, map(not_, flags))]
@@ -336,7 +349,7 @@ class RankPlan:
         """Number and segment length of each branch; length None: no document is longer."""
         longest = max([part.document_stop - part.document_start for part in self._parts], default=0)
         return [
-            (branch, None if length is None or length >= longest else length)
+            (branch, length if isinstance(length, int) and length < longest else None)
             for branch, length in self.plan.branches
         ]
 
@@ -346,6 +359,13 @@ class RankPlan:
         tiling, pairs = self.plan.tiling, 0.0
         for branch, length in self._own_branches:
             runs, rate = self._own_runs(length), tiling.pattern.dilation_rates[branch]
+            if window := tiling.window(branch):
+                low, high = (side // rate for side in window)
+                pairs += len(tiling.heads[branch]) * sum(
+                    copies * rate * band_pairs(size // rate, size // rate, -low, high)
+                    for size, _, _, copies in runs
+                )
+                continue
             squares = runs.squares / rate**2
             seen = (squares + runs.rows / rate) / 2 if self.plan.is_causal else squares
             pairs += len(tiling.heads[branch]) * seen
@@ -381,9 +401,9 @@ class RankPlan:
         crossing = {span.branch for span in (*self._seen, *self._shown)}
         others = sum(map(len, self.plan.layout.ranges)) - 1  # of a document
         mean = 0.0
-        for branch, rate in enumerate(self.plan.pattern.dilation_rates):
+        for branch, each in enumerate(self.plan.pattern.branches):
             heads = len(self.plan.tiling.heads[branch]) / len(self.plan.kv_heads)
-            mean += heads / rate * (1 + others * (branch in crossing))
+            mean += heads / each.stride * (1 + others * (branch in crossing))
         return mean
 
     def received_rows(self, sender: int) -> int:
@@ -447,9 +467,14 @@ class RankPlan:
         parts = self.plan.parts_of(other) if spans else ()
         found = []
         for span in spans:
+            window = self.plan.tiling.window(span.branch)
             for part in filter(span.reaches, parts):
                 keys, queries = (part, span.part) if receives else (span.part, part)
-                found.append(Link(span.branch, keys, queries, span.start, span.stop))
+                if window is None:
+                    found.append(Link(span.branch, keys, queries, span.start, span.stop))
+                else:
+                    rate = self.plan.pattern.dilation_rates[span.branch]
+                    found += window_links(span.branch, keys, queries, window, rate)
         return found
 
     def _places(self, links: Sequence[Link]) -> list[Hashable]:
@@ -457,8 +482,10 @@ class RankPlan:
         rates = self.plan.pattern.dilation_rates
         starts = sorted({link.keys.start for link in links})  # messages go by positions
         found: list[Hashable] = []
-        for branch, keys, queries, start, stop in links:
+        for branch, keys, queries, start, stop, window, _ in links:
             found += branch, start, starts.index(keys.start), queries.local
+            if window is not None:  # tiles depend on how far apart the parts are
+                found.append(keys.start - queries.start)
             for part in (keys, queries):
                 low = max(part.start, start)
                 size, phase = min(part.stop, stop) - low, (start - low) % rates[branch]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
 from typing import Any, TypeAlias
 
+from ..pattern import Window
 from .attention import AttentionPlan, RankPlan, Step
 from .program import Action, Program, lower
 from .rows import Message, Rows, Tile, TileGroup
@@ -233,7 +234,8 @@ def _quadruples(
         key_rows = _expand(tile.keys, len(heads), segment)
         for head, q_rows, k_rows in zip(heads, query_rows, key_rows, strict=True):
             for i, q in enumerate(q_rows):
-                for k in k_rows[: i + 1] if tile.is_causal else k_rows:
+                first, last = tile.band or (-i, 0 if tile.is_causal else len(k_rows))
+                for k in k_rows[max(i + first, 0) : max(i + last + 1, 0)]:
                     yield tile.branch, head, queries[q], keys[k]
 
 
@@ -242,6 +244,13 @@ def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int | None]]
     zeros = plan.pattern.zero_keys and not plan.is_causal
     for branch, (length, rate) in enumerate(plan.pattern.branches):
         for start, stop in pairwise(plan.documents):
+            if isinstance(length, Window):
+                heads = plan.pattern.heads(branch, plan.num_kv_heads)
+                for (head, _), q, k in product(heads, *[range(start, stop)] * 2):
+                    near = -length.left <= k - q <= (0 if plan.is_causal else length.right)
+                    if near and (k - q) % rate == 0:
+                        yield branch, head, q, k
+                continue
             w = stop - start if length is None else min(length, stop - start)
             for segment in range(start, stop, w):
                 for head, offset in plan.pattern.heads(branch, plan.num_kv_heads):

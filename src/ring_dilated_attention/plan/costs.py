@@ -13,6 +13,7 @@ from functools import cache, partial
 from itertools import pairwise
 
 from ..layout import SequenceLayout
+from ..pattern import Window, band_pairs
 from .attention import AttentionPlan, RankPlan
 from .heads import head_split
 from .program import lower
@@ -133,6 +134,13 @@ def _pairs_before(plan: AttentionPlan, position: int) -> int:
             break
         length, queries = stop - start, min(position, stop) - start
         for branch, (segment_length, rate) in enumerate(plan.pattern.branches):
+            if window := plan.tiling.window(branch):
+                low, high = (side // rate for side in window)
+                for first in range(min(rate, queries)):
+                    rows = (len(range(first, each, rate)) for each in (queries, length))
+                    pairs += len(plan.tiling.heads[branch]) * band_pairs(*rows, -low, high)
+                continue
+            assert not isinstance(segment_length, Window)
             w = length if segment_length is None else min(segment_length, length)
             full, rest = divmod(queries, w)  # full segments, and queries of the one after them
             last = min(w, length - full * w)
@@ -275,7 +283,7 @@ def predict(
         if id(groups) not in known:
             found = len(groups) * compute_rates.group_seconds
             for tile in (tile for group in groups for tile in group.tiles):
-                keys = (tile.keys.length + 1) / 2 if tile.is_causal else tile.keys.length
+                keys = tile.pairs / (tile.segments * len(tile.heads) * tile.queries.length)
                 found += tile.pairs * per_pair * (1 + compute_rates.half_keys / keys)
             known[id(groups)] = found * slower
         return known[id(groups)]

@@ -17,6 +17,8 @@ from itertools import chain, compress, pairwise
 from math import gcd
 from typing import NamedTuple
 
+from ..pattern import Length, Window, band_pairs
+
 
 def dilated_rows(
     segment_start: int, segment_stop: int, offset: int, rate: int, start: int, stop: int
@@ -72,11 +74,19 @@ class Rows(NamedTuple):
     segment_stride: int = 0
 
 
+def pairs_of(queries: int, keys: int, is_causal: bool, band: tuple[int, int] | None) -> int:
+    """Number of (query, key) pairs in a tile, of one head and segment."""
+    if band is not None:
+        return band_pairs(queries, keys, *band)
+    return queries * (queries + 1) // 2 if is_causal else queries * keys
+
+
 class Tile(NamedTuple):
     """One batched block of attention: for every segment and head, all queries to all keys.
 
     `queries` are local rows. `keys` are local rows too, or slots of a received message. A causal
-    tile is a diagonal one: row i sees keys 0 to i.
+    tile is a diagonal one: row i sees keys 0 to i. Of a window, row i sees the keys j with
+    ``band[0] <= j - i <= band[1]``, and every row and every key is in such a pair.
     """
 
     branch: int
@@ -85,12 +95,13 @@ class Tile(NamedTuple):
     is_causal: bool
     queries: Rows
     keys: Rows
+    band: tuple[int, int] | None = None
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs computed, per query head of a KV head and batch entry."""
-        q, k = self.queries.length, self.keys.length
-        return self.segments * len(self.heads) * (q * (q + 1) // 2 if self.is_causal else q * k)
+        of_head = pairs_of(self.queries.length, self.keys.length, self.is_causal, self.band)
+        return self.segments * len(self.heads) * of_head
 
 
 class PackedTiles(NamedTuple):
@@ -246,13 +257,19 @@ class Part(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Queries of one part that see keys of another (or the same): a segment that both hold."""
+    """Queries of one part that see keys of another (or the same): a segment that both hold.
+
+    Of a window: positions that are a multiple of the rate away from each other, of parts that end
+    where no position is seen any more. The segment starts at such a position, before both.
+    """
 
     branch: int
     keys: Part
     queries: Part
     start: int  # of the segment
     stop: int
+    window: Window | None = None
+    parts: tuple[int, int] | None = None  # of a window: where the parts of keys and queries start
 
     @property
     def is_own(self) -> bool:
@@ -260,9 +277,9 @@ class Link(NamedTuple):
         return self.queries[:2] == self.keys[:2]
 
     @property
-    def message_entry(self) -> tuple[int, int, int]:
+    def message_entry(self) -> tuple[int, ...]:
         """Key by which the rows of this link are found in a message."""
-        return self.branch, self.keys.start, self.start
+        return self.branch, self.keys.start, self.keys.stop, self.start
 
 
 def cut(ranges: Sequence[tuple[int, int]], documents: Sequence[int], rank: int) -> list[Part]:
@@ -299,8 +316,19 @@ class Span(NamedTuple):
         return other.start < self.high and self.low < other.stop
 
 
-def spans(branch: int, part: Part, length: int | None) -> Iterator[Span]:
-    """The spans of a part in a branch with segments of `length`: none, one or two."""
+def spans(branch: int, part: Part, length: Length) -> Iterator[Span]:
+    """The spans of a part in a branch with segments of `length`: none, one or two.
+
+    Of a window, which is then the segment of a span: where keys are that the part sees.
+    """
+    if isinstance(length, Window):
+        low = max(part.start - length.left, part.document_start)
+        high = min(part.stop + length.right, part.document_stop)
+        if low < part.start:
+            yield Span(branch, part, True, low, part.start, low, part.start)
+        if part.stop < high:
+            yield Span(branch, part, False, part.stop, high, part.stop, high)
+        return
     w = part.segment_length(length)
     start = part.start - (part.start - part.document_start) % w
     if start < part.start:
@@ -310,6 +338,30 @@ def spans(branch: int, part: Part, length: int | None) -> Iterator[Span]:
     stop = min(start + w, part.document_stop)
     if part.stop < stop:
         yield Span(branch, part, False, part.stop, stop, start, stop)
+
+
+def window_links(
+    branch: int, keys: Part, queries: Part, window: Window, rate: int
+) -> Iterator[Link]:
+    """The links of a window between two parts: one for each remainder modulo its rate."""
+    for position in range(queries.start, min(queries.start + rate, queries.stop)):
+        rows = range(position, queries.stop, rate)
+        first = keys.start + (position - keys.start) % rate
+        seen = _between(
+            range(first, keys.stop, rate), rows[0] - window.left, rows[-1] + window.right
+        )
+        if seen:
+            rows = _between(rows, seen[0] - window.right, seen[-1] + window.left)
+            start, stop = min(seen[0], rows[0]), max(seen[-1], rows[-1]) + 1
+            of_keys = keys.within(seen[0], seen[-1] + 1)
+            of_queries, parts = queries.within(rows[0], rows[-1] + 1), (keys.start, queries.start)
+            yield Link(branch, of_keys, of_queries, start, stop, window, parts)
+
+
+def _between(rows: range, low: int, high: int) -> range:
+    """The numbers of a progression from `low` to `high`."""
+    first = max(rows.start, low + (rows.start - low) % rows.step)
+    return range(first, min(rows.stop, high + 1), rows.step)
 
 
 class OwnRun(NamedTuple):
@@ -415,9 +467,12 @@ def join_links(links: Iterable[Link], rates: Sequence[int]) -> list[Link]:
     fewer results to merge, gradients to add and kernels to start.
     """
     segments: dict[tuple[int, int], list[Link]] = defaultdict(list)
-    for link in links:
-        segments[link.branch, link.start].append(link)
     found: list[Link] = []
+    for link in links:
+        if link.window is None:
+            segments[link.branch, link.start].append(link)
+        else:
+            found.append(link)
     for (branch, _), alike in segments.items():
         of_keys: dict[Part, set[Part]] = defaultdict(set)
         of_queries: dict[Part, set[Part]] = defaultdict(set)

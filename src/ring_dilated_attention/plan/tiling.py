@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import xor
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern, HeadOffset
+from ..pattern import DilatedPattern, HeadOffset, Window
 from .rows import (
     Link,
     Message,
@@ -79,6 +79,11 @@ class Tiling:
         """Whether queries see any: not causal ones, since zero keys come last in their cell."""
         return self.pattern.zero_keys and not self.is_causal
 
+    def window(self, branch: int) -> Window | None:
+        """The window of a branch, as far as the mask lets queries see it; None: it has segments."""
+        length = self.pattern.segment_lengths[branch]
+        return length.seen(self.is_causal) if isinstance(length, Window) else None
+
     def _rows(self, link: Link, part: Part, offset: int) -> range:
         """The positions of `part` in the link's segment at `offset`."""
         rate = self.pattern.dilation_rates[link.branch]
@@ -103,6 +108,10 @@ class Tiling:
                 query = link.queries.local_row(queries[0])
                 key = link.keys.local_row(keys[0]) if slots is None else slots[head]
                 heads.append((offset, _HeadRows(head, query, len(queries), key, len(keys))))
+        band = None
+        if heads and link.window is not None:  # of keys[j] and queries[i], the first ones and on
+            away = keys[0] - queries[0]
+            band = -((away + link.window.left) // rate), (link.window.right - away) // rate
         by_offset = [rows for _, rows in sorted(heads)]
         w = link.stop - link.start if segments > 1 else 0
         for run in _fewest_runs([rows for _, rows in heads], by_offset):
@@ -114,7 +123,38 @@ class Tiling:
                 self.is_causal and link.is_own,
                 Rows(first.query, first.query_count, rate, step.query, w),
                 Rows(first.key, first.key_count, rate if slots is None else 1, step.key, w),
+                band,
             )
+
+    def own_windows(self, branch: int, runs: Iterable[OwnRun]) -> TileGroup | None:
+        """The tiles of a window whose queries are its keys; None if there are none.
+
+        Runs that are no longer than the window have no band: they are dense, or causal.
+        """
+        rate, own = self.pattern.dilation_rates[branch], [head for head, _ in self.heads[branch]]
+        window = self.window(branch)
+        assert window is not None
+        if not own:
+            return None
+        heads = range(own[0], own[-1] + 1)
+        low, high = (side // rate for side in window)
+        tiles: list[Tile] = []
+        starts, lengths = [], []
+        for size, _, local, copies in runs:
+            for first in range(min(rate, size)):
+                count = -(-(size - first) // rate)
+                is_banded = count - 1 > min(low, high or low)
+                if rate == copies == 1 and not is_banded:
+                    starts.append(local)
+                    lengths.append(size)
+                    continue
+                rows = Rows(local + first, count, rate, 0, size if copies > 1 else 0)
+                is_causal, band = not (high or is_banded), (-low, high) if is_banded else None
+                tiles.append(Tile(branch, heads, copies, is_causal, rows, rows, band))
+        packed = PackedTiles(branch, heads, not high, 1, 0, tuple(starts), tuple(lengths))
+        if len(starts) < _MANY:
+            return TileGroup((*tiles, *packed.tiles()))
+        return TileGroup(tuple(tiles), (packed,))
 
     def own_group(self, branch: int, runs: Iterable[OwnRun]) -> TileGroup | None:
         """The tiles of positions that are queries and keys alike; None if there are none.
@@ -158,13 +198,13 @@ class Tiling:
 
     def message(
         self, sender: int, receiver: int, links: Iterable[Link]
-    ) -> tuple[Message | None, dict[tuple[int, int, int], dict[int, int]]]:
+    ) -> tuple[Message | None, dict[tuple[int, ...], dict[int, int]]]:
         """The message of these links, and the first slot of each entry and head in it."""
         runs: list[Run] = []
         slots = 0
-        first_slots: dict[tuple[int, int, int], dict[int, int]] = {}
+        first_slots: dict[tuple[int, ...], dict[int, int]] = {}
         by_head: dict[int, list[range]] = defaultdict(list)  # local rows of the sender
-        entries: dict[tuple[int, int, int], list[Link]] = defaultdict(list)
+        entries: dict[tuple[int, ...], list[Link]] = defaultdict(list)
         for link in links:
             entries[link.message_entry].append(link)
         for entry, alike in sorted(entries.items()):
@@ -185,13 +225,13 @@ class Tiling:
                     slots += count
         if not runs:
             return None, first_slots
-        # Only entries of different branches can share rows.
-        shares = len({branch for branch, _, _ in entries}) > 1
+        # Only entries of different branches can share rows, or those of a window.
+        shares = len({each[0] for each in entries}) > 1 or any(x[0].window for x in entries.values())
         distinct = sum(map(union_size, by_head.values())) if shares else slots
         return Message(sender, receiver, tuple(runs), slots, distinct), first_slots
 
     def groups(
-        self, links: Sequence[Link], slots: Mapping[tuple[int, int, int], Mapping[int, int]] | None
+        self, links: Sequence[Link], slots: Mapping[tuple[int, ...], Mapping[int, int]] | None
     ) -> tuple[TileGroup, ...]:
         """The tiles of links between different parts, in few groups.
 
@@ -199,16 +239,17 @@ class Tiling:
         the i-th sees the j-th in group j - i mod m. Evenly spaced parts then make evenly spaced
         tiles. `slots`: of a message, see `message`; None: the keys are local rows.
         """
-        queries, keys = (
-            {start: number for number, start in enumerate(dict.fromkeys(starts))}
-            for starts in ([x.queries.start for x in links], [x.keys.start for x in links])
+        starts = [link.parts or (link.keys.start, link.queries.start) for link in links]
+        keys, queries = (
+            {start: number for number, start in enumerate(dict.fromkeys(x[side] for x in starts))}
+            for side in (0, 1)
         )
         most = max(len(queries), len(keys))
         found: dict[tuple[int, int], list[Tile]] = {}
-        for link in links:
+        for link, (key, query) in zip(links, starts, strict=True):
             of_heads = None if slots is None else slots.get(link.message_entry, {})
             if tiles := [*self.tiles(link, slots=of_heads)]:
-                place = keys[link.keys.start] - queries[link.queries.start]
+                place = keys[key] - queries[query]
                 found.setdefault((link.branch, place % most), []).extend(tiles)
         return tuple(TileGroup(tuple(tiles)) for tiles in found.values())
 
@@ -376,6 +417,8 @@ def _zero_key_tiles(
     tiling: Tiling, branch: int, parts: Sequence[Part], left_out: FlaggedRows | None
 ) -> Iterator[Tile]:
     length, rate = tiling.pattern.branches[branch]
+    if isinstance(length, Window):
+        return
     by_offset: dict[int, list[int]] = defaultdict(list)  # evenly spaced heads
     for head, offset in tiling.heads[branch]:
         by_offset[offset].append(head)

@@ -172,6 +172,13 @@ def band_pairs(queries: int, keys: int, low: int, high: int) -> int:
     return max(up_to(high) - up_to(low - 1), 0)
 
 
+def pairs_of(queries: int, keys: int, is_causal: bool, band: tuple[int, int] | None) -> int:
+    """Number of (query, key) pairs in a tile, of one head and segment."""
+    if band is not None:
+        return band_pairs(queries, keys, *band)
+    return queries * (queries + 1) // 2 if is_causal else queries * keys
+
+
 def _check_length(value: Any) -> Length:
     """Return the length of a branch as it is kept; an error names it unless it is one."""
     if value is None:

@@ -19,7 +19,7 @@ from .documents import SHOWN, in_words, packed_rows
 from .exchange import Exchange, Shared, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
-from .pattern import DilatedPattern
+from .pattern import DilatedPattern, Window
 from .plan import AttentionPlan, HeadSplit, RankPlan, head_split, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
@@ -127,7 +127,7 @@ class FlatOptions(NamedTuple):
     Fields are those of `DilatedPattern` and `AttentionOptions`, but for those with a comment.
     """
 
-    segment_lengths: Sequence[int]  # 0 is the whole document
+    segment_lengths: Sequence[int]  # 0 is the whole document, -1 the next of `windows`
     dilation_rates: Sequence[int]
     head_offsets: str
     head_branches: str
@@ -145,11 +145,16 @@ class FlatOptions(NamedTuple):
     detached: bool = False  # whether backward takes the weights of branches for constants
     head_slice: Sequence[int] = ()  # empty: the call has all heads
     num_kv_heads: int = 0  # of the call
+    windows: Sequence[int] = ()  # left, right of each window
 
     def pattern(self) -> DilatedPattern:
         """The pattern of the call."""
+        windows = iter(self.windows)
         return _pattern(
-            tuple(length or None for length in self.segment_lengths),
+            tuple(
+                (next(windows), next(windows)) if length < 0 else length or None
+                for length in self.segment_lengths
+            ),
             tuple(self.dilation_rates),
             head_offsets=self.head_offsets,
             head_branches=self.head_branches,
@@ -191,7 +196,7 @@ def flat_options(
     """
     scale, workspace = options.scale, options.workspace
     return FlatOptions(
-        [length or 0 for length in pattern.segment_lengths],
+        [-1 if isinstance(x, Window) else x or 0 for x in pattern.segment_lengths],
         pattern.dilation_rates,
         pattern.head_offsets,
         pattern.head_branches,
@@ -209,6 +214,7 @@ def flat_options(
         options.branch_gradients == "detached" and pattern.mixes_branches,
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
         num_kv_heads,
+        [side for x in pattern.segment_lengths if isinstance(x, Window) for side in x],
     )
 
 
@@ -265,7 +271,7 @@ def _resolve(
     _: bool,  # of `wants_same_bits`, on which the back end depends
 ) -> Resolved:
     _check_layout(options, kind.shape[1], rank, world_size)
-    backend = select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])
+    backend = _selected(options, kind)
     split = split_of(options, kind.shape, world_size)
     planned = []
     for rows, plan in plan_rows(options, kind.shape, world_size):
@@ -281,6 +287,11 @@ def _resolve(
         tuple(planned),
         split,
     )
+
+
+def _selected(options: FlatOptions, kind: _Kind) -> Selection:
+    given = options.backend, kind.device, kind.dtype, kind.shape[3]
+    return select_backend(*given, bands=bool(options.windows))
 
 
 def split_of(options: FlatOptions, shape: Sequence[int], world_size: int) -> HeadSplit | None:
@@ -356,7 +367,7 @@ def shared_words(
     """
     kind = _Kind((*key.shape[:2], *query.shape[2:]), key.shape[2], query.dtype, query.device)
     _check_layout(options, key.shape[1], ends.rank, ends.world_size, holder)
-    select_backend(options.backend, kind.device, kind.dtype, kind.shape[3])  # or raise
+    _selected(options, kind)  # or raise
     return Shared.of({**_in_words(kind, options), **words})
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..pattern import pairs_of
 from ..plan import Rows, Tile
 from ..tiles import ALIGNMENT, Selection, reads_aligned_rows, reads_separate_rows
 
@@ -64,6 +65,7 @@ class Block(NamedTuple):
     Attributes:
         member: which of the query heads of a KV head it computes.
         is_causal: row i sees keys 0 to i.
+        band: as of a `Tile`.
         outer: its first dimension.
         inner: its second dimension.
         start: the first query row and key row.
@@ -73,6 +75,7 @@ class Block(NamedTuple):
 
     member: int
     is_causal: bool
+    band: tuple[int, int] | None
     outer: Axis
     inner: Axis
     start: Place
@@ -82,8 +85,8 @@ class Block(NamedTuple):
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs computed."""
-        q, k = self.queries.length, self.keys.length
-        return self.outer.size * self.inner.size * (q * (q + 1) // 2 if self.is_causal else q * k)
+        of_one = pairs_of(self.queries.length, self.keys.length, self.is_causal, self.band)
+        return self.outer.size * self.inner.size * of_one
 
     @property
     def rows(self) -> int:
@@ -183,15 +186,15 @@ class Family(NamedTuple):
             start: Place = (0, q.start, first * group + member, 0, k.start, first)
             for axis, i in zip(looped, index, strict=True):
                 start = _ahead(start, axis.step, i)
-            yield Block(member, tile.is_causal, outer, inner, start, q, k)
+            yield Block(member, tile.is_causal, tile.band, outer, inner, start, q, k)
 
 
 def families(tiles: Sequence[Tile]) -> Iterator[Family]:
     """Sort the tiles of a `TileGroup` into families."""
     by_shape: dict[tuple[object, ...], list[Tile]] = {}
     for tile in tiles:
-        branch, heads, segments, is_causal, queries, keys = tile
-        shape = branch, len(heads), heads.step, segments, is_causal, queries[1:], keys[1:]
+        branch, heads, segments, is_causal, queries, keys, band = tile
+        shape = branch, len(heads), heads.step, segments, is_causal, band, queries[1:], keys[1:]
         by_shape.setdefault(shape, []).append(tile)
     for alike in by_shape.values():
         run, axis = [alike[0]], _SINGLE

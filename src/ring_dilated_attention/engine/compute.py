@@ -155,7 +155,7 @@ class KernelCall(NamedTuple):
 
     Attributes:
         inputs, merged, totals: where its rows are in these of `_Tensors`.
-        is_causal: as its block.
+        is_causal, band: as its block.
         is_long: whether it takes long enough for its results to be added behind the next one.
         added: how many of the results are added there, the first ones; all, none, or of gradients
             that of the query. The back end writes the others where they belong.
@@ -167,6 +167,7 @@ class KernelCall(NamedTuple):
     merged: tuple[Placement, ...]
     totals: tuple[Placement, ...]
     is_causal: bool
+    band: tuple[int, int] | None
     is_long: bool
     added: int
     stores: tuple[bool, ...]
@@ -175,7 +176,9 @@ class KernelCall(NamedTuple):
     def tile(self, call: TileCall, inputs: Inputs) -> TileInputs:
         """Views of the inputs."""
         query, keys, values = _views(self.inputs, inputs)
-        return TileInputs(query, keys, values, self.is_causal, call.scale, self.memo)
+        return TileInputs(
+            query, keys, values, self.is_causal, call.scale, self.memo, self.band
+        )
 
 
 _Tensors: TypeAlias = tuple[
@@ -249,6 +252,7 @@ def _cut(block: Block, call: TileCall, given: _Tensors) -> Iterator[KernelCall]:
             tuple(place(x, False) for x in merged),
             tuple(place(x, bool(merged) and i > 0, i >= added) for i, x in enumerate(totals)),
             part.is_causal,
+            part.band,
             (10 if merged else 4) * head_dim * part.pairs >= long_flops,
             added,
             (store, store_keys, store_keys)[:added],
@@ -306,7 +310,9 @@ def schedule_of(
             single.extend(long.tiles())
         for family in families(single):
             cut = list(family.blocks(batch, heads_per_kv))
-            if 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+            if cut[0].band is not None:  # the table's kernels have no windows
+                blocks.extend(cut)
+            elif 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
                 table.extend(family.tiles)
             else:
                 blocks.extend(cut)

@@ -15,6 +15,7 @@ import torch
 
 from .. import kernels
 from ..kernels import BackwardConfig, Kernel, LaunchConfig, default_config, own_programs
+from ..pattern import Length
 from ..plan import OwnRange, OwnRuns, RankPlan, TileGroup
 from .compute import Gradients, Inputs, Merged, Result, TileCall
 from .device_tables import TABLES
@@ -130,8 +131,10 @@ def by_rows(one: RankPlan, factor: int, flops: float, branch: int, runs: OwnRuns
     ]
 
 
-def _branches(branches: Sequence[tuple[int | None, int]]) -> list[tuple[int, int]]:
-    return [(length or own_programs.MOST_POSITIONS, rate) for length, rate in branches]
+def _branches(branches: Sequence[tuple[Length, int]]) -> list[tuple[int, int]]:
+    """Segment length and rate of each branch; windows, which no launch has, are a document each."""
+    longest = own_programs.MOST_POSITIONS
+    return [(w if isinstance(w, int) else longest, rate) for w, rate in branches]
 
 
 def forward_own(launch: OwnLaunch, call: TileCall, inputs: Inputs, result: Result) -> None:

@@ -17,7 +17,7 @@ from itertools import chain, compress, pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ..pattern import Length, Window, band_pairs
+from ..pattern import Length, Window, pairs_of
 
 
 def dilated_rows(
@@ -72,13 +72,6 @@ class Rows(NamedTuple):
     stride: int
     head_stride: int
     segment_stride: int = 0
-
-
-def pairs_of(queries: int, keys: int, is_causal: bool, band: tuple[int, int] | None) -> int:
-    """Number of (query, key) pairs in a tile, of one head and segment."""
-    if band is not None:
-        return band_pairs(queries, keys, *band)
-    return queries * (queries + 1) // 2 if is_causal else queries * keys
 
 
 class Tile(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +24,8 @@ class TileInputs(NamedTuple):
     q (batch, heads, queries, head_dim); k, v (batch, heads, keys, head_dim): strided views, the
     last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
-    i. `memo` is where a back end keeps what it knows of tiles of these shapes, strides, dtypes,
+    i. With `band`, row i sees the keys j with ``band[0] <= j - i <= band[1]``, and every row and
+    every key is in such a pair: a back end that `takes_bands` may be given one. `memo` is where a back end keeps what it knows of tiles of these shapes, strides, dtypes,
     device and options; None: nowhere.
     """
 
@@ -34,6 +35,16 @@ class TileInputs(NamedTuple):
     is_causal: bool
     scale: float
     memo: dict[Any, Any] | None = None
+    band: tuple[int, int] | None = None
+
+    def sides(self, rows: int) -> tuple[int, int]:
+        """The band as flash-attention takes a window, counted from aligned last rows.
+
+        `rows`: the dimension of the rows.
+        """
+        assert self.band is not None
+        more = self.k.shape[rows] - self.q.shape[rows]
+        return more - self.band[0], self.band[1] - more
 
 
 class TileGradients(NamedTuple):
@@ -72,6 +83,7 @@ class TileBackend:
             and what `forward` and `backward` return are as for any other.
         keeps_calls: whether a call like an earlier one takes the CPU little time, by what the back
             end keeps in `TileInputs.memo`.
+        takes_bands: whether it computes tiles of windows.
         repeats: whether `backward` gives the same bits each time where `wants_same_bits`.
     """
 
@@ -88,6 +100,7 @@ class TileBackend:
     wants_one_layout: bool = False
     rows_first: bool = False
     keeps_calls: bool = False
+    takes_bands: bool = False
     repeats: bool = True
 
     def ordered(self, *views: torch.Tensor) -> list[torch.Tensor]:
@@ -139,6 +152,56 @@ def reads_aligned_rows(tensor: torch.Tensor) -> bool:
         and all(stride * tensor.element_size() % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
         and reads_separate_rows(tensor)
     )
+
+
+def in_row_blocks(backend: TileBackend) -> TileBackend:
+    """The same back end, given the band of a tile as blocks of query rows and the keys they see.
+
+    For kernels whose mask has an entry for each query and key.
+    """
+
+    def blocks(t: TileInputs) -> Iterator[tuple[slice, slice, TileInputs]]:
+        assert t.band is not None
+        (low, high), queries, keys = t.band, t.q.shape[2], t.k.shape[2]
+        size = min(max(_MASK // (min(high, keys) - max(low, -queries) + 1), 16), 256)
+        for start in range(0, queries, size):
+            rows = slice(start, min(start + size, queries))
+            seen = slice(max(start + low, 0), min(rows.stop + high, keys))
+            behind = start - seen.start
+            part = t._replace(
+                q=t.q[:, :, rows],
+                k=t.k[:, :, seen],
+                v=t.v[:, :, seen],
+                band=(low + behind, high + behind),
+                memo=None,
+            )
+            yield rows, seen, part
+
+    def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        if t.band is None:
+            return backend.forward(t)
+        outs, lses = zip(*(backend.forward(part) for *_, part in blocks(t)), strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    def backward(t: TileInputs, g: TileGradients) -> Gradients:
+        if t.band is None:
+            return backend.backward(t, g)
+        # Keys of two blocks get gradients of both.
+        wide = torch.promote_types(t.k.dtype, torch.float32)
+        dk, dv = (torch.zeros_like(x, dtype=wide) for x in (t.k, t.v))
+        dqs = []
+        for rows, seen, part in blocks(t):
+            dq, *found = backend.backward(part, TileGradients(*(x[:, :, rows] for x in g)))
+            dqs.append(dq)
+            for total, each in zip((dk, dv), found, strict=True):
+                total[:, :, seen] += each
+        return torch.cat(dqs, 2), dk, dv
+
+    return replace(backend, forward=forward, backward=backward, takes_bands=True)
+
+
+_MASK = 1 << 18
+"""Entries of the mask of a block, about."""
 
 
 def empty_rows(like: torch.Tensor) -> torch.Tensor:

@@ -86,11 +86,21 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 
     def run(noting: AbstractContextManager[Any]) -> None:
         with _LOCK, noting:
-            _interface()._flash_attn_fwd(
-                q, k, v, softmax_scale=t.scale, causal=t.is_causal, out=out, lse=lse
-            )
+            _interface()._flash_attn_fwd(q, k, v, **options, out=out, lse=lse)
 
-    FORWARDS((q, k, v, out, lse), (t.scale, t.is_causal), run, t.memo)
+    options = _options(t)
+    FORWARDS((q, k, v, out, lse), tuple(options.values()), run, t.memo)
+
+
+def _options(t: TileInputs) -> dict[str, Any]:
+    """How a tile is scaled and masked."""
+    left, right = (None, None) if t.band is None else t.sides(1)
+    return {
+        "softmax_scale": t.scale,
+        "causal": t.is_causal,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
 
 
 def _backward_into(
@@ -101,7 +111,7 @@ def _backward_into(
     if not reads_aligned_rows(lse):
         lse = lse.clone(memory_format=torch.contiguous_format)
     given, repeats = (t.q, t.k, t.v, g.out, g.dout, lse), wants_same_bits()
-    options = {"softmax_scale": t.scale, "causal": t.is_causal, "deterministic": repeats}
+    options = {**_options(t), "deterministic": repeats}
 
     def run(noting: AbstractContextManager[Any]) -> None:
         with _LOCK, _even_padding(t.q.shape[3]), noting:
@@ -164,4 +174,5 @@ FA4 = TileBackend(
     reads=reads_aligned_rows,  # CuTe compiles a stride of 0 into the kernel that it then keeps
     rows_first=True,
     keeps_calls=True,
+    takes_bands=True,
 )

@@ -14,6 +14,7 @@ from .backend import (
     TileBackend,
     TileGradients,
     TileInputs,
+    in_row_blocks,
     reads_aligned_rows,
     reads_any_rows,
     reads_separate_rows,
@@ -32,7 +33,17 @@ def _scores(t: TileInputs) -> torch.Tensor:
     if t.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return scores
+    return scores if t.band is None else scores + _mask(t, scores.dtype)
+
+
+def _mask(t: TileInputs, dtype: torch.dtype) -> torch.Tensor | None:
+    """(queries, keys): 0 where a key is in the band of a query, else -inf; None: there is none."""
+    if t.band is None:
+        return None
+    queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (t.q, t.k))
+    away = keys - queries[:, None]
+    mask = torch.zeros(away.shape, dtype=dtype, device=t.q.device)
+    return mask.masked_fill_((away < t.band[0]) | (away > t.band[1]), -torch.inf)
 
 
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,12 +59,14 @@ def _backward(t: TileInputs, g: TileGradients) -> Gradients:
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
-EAGER = TileBackend(
-    name="eager",
-    forward=_forward,
-    backward=_backward,
-    refusal=lambda on, dtype, head_dim: None,
-    reads=reads_any_rows,
+EAGER = in_row_blocks(
+    TileBackend(
+        name="eager",
+        forward=_forward,
+        backward=_backward,
+        refusal=lambda on, dtype, head_dim: None,
+        reads=reads_any_rows,
+    )
 )
 
 
@@ -69,7 +82,7 @@ tensors that lie in other ways, by `scaled_dot_product_attention`, gets other pl
 
 def _cpu_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        t.q, t.k, t.v, 0.0, t.is_causal, scale=t.scale
+        t.q, t.k, t.v, 0.0, t.is_causal, scale=t.scale, attn_mask=_mask(t, t.q.dtype)
     )
     if t.k.shape[2] < _LONGEST_VECTOR and not lse.all():
         # Of fewer keys than a vector has scores, the kernel's maximum leaves out NaN: rows of NaN
@@ -83,8 +96,9 @@ def _cpu_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _cpu_backward(t: TileInputs, g: TileGradients) -> Gradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g.dout, t.q, t.k, t.v, g.out, g.lse, 0.0, t.is_causal, scale=t.scale
-    )
+        g.dout, t.q, t.k, t.v, g.out, g.lse, 0.0, t.is_causal, scale=t.scale,
+        attn_mask=_mask(t, t.q.dtype),
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -122,6 +136,14 @@ def _cudnn_backward(t: TileInputs, g: TileGradients) -> Gradients:
 
 
 def _flash_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    if t.band is not None:
+        q, k, v = (x.transpose(1, 2) for x in t[:3])
+        left, right = t.sides(2)
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False,
+            scale=t.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
         t.q, t.k, t.v, 0.0, t.is_causal, scale=t.scale
     )
@@ -130,6 +152,15 @@ def _flash_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _flash_backward(t: TileInputs, g: TileGradients) -> Gradients:
     seed = torch.empty(2, dtype=torch.uint64, device=t.q.device)  # dropout state, unused
+    if t.band is not None:
+        given = [x.transpose(1, 2) for x in (g.dout, t.q, t.k, t.v, g.out)]
+        left, right = t.sides(2)
+        found = aten._flash_attention_backward(
+            *given, g.lse.contiguous(), None, None, t.q.shape[2], t.k.shape[2], 0.0, False,
+            seed, seed, scale=t.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        dq, dk, dv = (x.transpose(1, 2) for x in found)
+        return dq, dk, dv
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         g.dout, t.q, t.k, t.v, g.out, g.lse.contiguous(), None, None, t.q.shape[2], t.k.shape[2],
         0.0, t.is_causal, seed, seed, scale=t.scale,
@@ -162,12 +193,14 @@ def _float32_dq(head_dim: int) -> int:
 
 
 CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
-    TileBackend(
-        name="cpu_flash",
-        forward=_cpu_forward,
-        backward=_cpu_backward,
-        refusal=refuse_all_but("cpu", (torch.float64, torch.float32, *_HALF)),
-        reads=reads_separate_rows,
+    in_row_blocks(
+        TileBackend(
+            name="cpu_flash",
+            forward=_cpu_forward,
+            backward=_cpu_backward,
+            refusal=refuse_all_but("cpu", (torch.float64, torch.float32, *_HALF)),
+            reads=reads_separate_rows,
+        )
     ),
     TileBackend(
         name="cudnn",
@@ -186,6 +219,7 @@ CPU_FLASH, CUDNN, FLASH, EFFICIENT = (
         refusal=refuse_all_but("cuda", _HALF, multiple=8, largest=256, from_ampere_on=_HALF),
         backward_workspace=_float32_dq,
         reads=reads_aligned_rows,
+        takes_bands=True,
     ),
     TileBackend(
         name="efficient",

@@ -139,13 +139,20 @@ class Selection:
         return self.backend is not None and self.backend.wants_one_layout
 
 
+_NO_BANDS = "it does not compute sliding windows"
+
+
 def backend_named(name: str) -> TileBackend:
     """The back end that is called `name`, whether or not it can run here."""
     return _NAMED[name]
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Selection:
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, bands: bool = False
+) -> Selection:
     """The back ends that `name` stands for, for tiles of this device, dtype and head_dim.
+
+    `bands`: whether there are tiles of windows among them.
 
     Raises:
         ValueError: `name` is unknown, or what it names cannot compute such tiles.
@@ -153,6 +160,8 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     check_choice("backend", name, BACKENDS)
     if name == TABLE_NAME:
         reason = table_refusal(device, dtype, head_dim)
+        if reason is None and bands:
+            reason = _NO_BANDS
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
         return Selection(None, (Limits(*[math.inf] * 3),))
@@ -160,6 +169,8 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     reasons = {}
     for backend in candidates:
         reason = backend.refusal(device, dtype, head_dim)
+        if reason is None and bands and not backend.takes_bands:
+            reason = _NO_BANDS
         if reason is None and not backend.repeats and wants_same_bits():
             reason = "its gradients may differ from run to run, and deterministic algorithms are on"
         if reason is None:
@@ -169,7 +180,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
             limits = limits_on(device, dtype.itemsize, head_dim, keeps_calls=keeps)
             return Selection(backend, limits)
         reasons[backend.name] = reason
-    if name == "auto" and (device.type != "cuda" or dtype == torch.float64):
+    if name == "auto" and (device.type != "cuda" or dtype == torch.float64 or bands):
         return Selection(EAGER)  # no fused kernel exists there
     why = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
     raise ValueError(f"backend={name!r} cannot compute this attention ({why})")

@@ -156,7 +156,7 @@ def _of_tiles(tiles: Sequence[TileInts]) -> torch.Tensor:
     """int64 (tiles, 14): first, step and number of heads; segments; rows of queries and of keys."""
     values = (
         (heads.start, heads.step, len(heads), segments, *queries, *keys)
-        for _, heads, segments, _, queries, keys in tiles
+        for _, heads, segments, _, queries, keys, *_ in tiles
     )
     return _integers(chain.from_iterable(values), 14)
 

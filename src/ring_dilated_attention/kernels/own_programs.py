@@ -31,7 +31,9 @@ from torch.nn.functional import pad
 
 from .launch import KernelLaunch
 
-TileInts: TypeAlias = tuple[int, range, int, bool, tuple[int, ...], tuple[int, ...]]
+TileInts: TypeAlias = tuple[
+    int, range, int, bool, tuple[int, ...], tuple[int, ...], tuple[int, int] | None
+]
 """A `plan.Tile`. This room takes the plan's integers, and does not import it."""
 PackedInts: TypeAlias = tuple[int, range, bool, int, int, tuple[int, ...], tuple[int, ...]]
 """A `plan.PackedTiles`."""

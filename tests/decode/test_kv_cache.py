@@ -84,7 +84,7 @@ def test_room_for_what_is_taken_back_shared_evenly(w, rate, max_length, rewind, 
 def test_the_closed_form_of_its_size():
     pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     plan = plan_cache(pattern, 12, None)
-    assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if w)
+    assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if isinstance(w, int))
     cache = DilatedKVCache(pattern, 3, 12, 64, dtype=torch.bfloat16)
     assert cache.nbytes == plan.nbytes(3, 64, 2) == 2 * 3 * plan.rows * 64 * 2
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251

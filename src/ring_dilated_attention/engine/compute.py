@@ -176,9 +176,7 @@ class KernelCall(NamedTuple):
     def tile(self, call: TileCall, inputs: Inputs) -> TileInputs:
         """Views of the inputs."""
         query, keys, values = _views(self.inputs, inputs)
-        return TileInputs(
-            query, keys, values, self.is_causal, call.scale, self.memo, self.band
-        )
+        return TileInputs(query, keys, values, self.is_causal, call.scale, self.memo, self.band)
 
 
 _Tensors: TypeAlias = tuple[

@@ -51,7 +51,7 @@ def generations(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = draw(st.none() | st.lists(st.integers(1, prompt), min_size=batch, max_size=batch))
     return {
-        "pattern": draw(patterns()),
+        "pattern": draw(patterns(windows=False)),
         "kv_heads": kv_heads,
         "heads": kv_heads * draw(st.integers(1, 2)),
         "batch": batch,

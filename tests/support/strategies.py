@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
 from ring_dilated_attention.checks import Case, ViewKind
+from ring_dilated_attention.pattern import Window
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> DilatedPattern:
-    branches = draw(
-        st.lists(
-            st.tuples(st.none() | st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4
-        )
-    )
+def patterns(draw: st.DrawFn, *, windows: bool = True) -> DilatedPattern:
+    lengths = st.none() | st.integers(1, 70)
+    if windows:
+        lengths |= st.builds(Window, st.integers(0, 40), st.integers(0, 20))
+    branches = draw(st.lists(st.tuples(lengths, st.integers(1, 9)), min_size=1, max_size=4))
     options: dict[str, Any] = draw(
         st.sampled_from(
             [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}],

@@ -63,7 +63,8 @@ class Block(NamedTuple):
     """Part of a tile, or of several equal ones, that one kernel call can take.
 
     Attributes:
-        member: which of the query heads of a KV head it computes.
+        member: which of the query heads of a KV head it computes; 0 of all of them.
+        group: how many of them: one, or all.
         is_causal: row i sees keys 0 to i.
         band: as of a `Tile`.
         outer: its first dimension.
@@ -74,6 +75,7 @@ class Block(NamedTuple):
     """
 
     member: int
+    group: int
     is_causal: bool
     band: tuple[int, int] | None
     outer: Axis
@@ -86,12 +88,12 @@ class Block(NamedTuple):
     def pairs(self) -> int:
         """Number of (query, key) pairs computed."""
         of_one = pairs_of(self.queries.length, self.keys.length, self.is_causal, self.band)
-        return self.outer.size * self.inner.size * of_one
+        return self.outer.size * self.inner.size * self.group * of_one
 
     @property
     def rows(self) -> int:
         """Number of query rows or of key rows, whichever is larger."""
-        longest = max(self.queries.length, self.keys.length)
+        longest = max(self.queries.length * self.group, self.keys.length)
         return self.outer.size * self.inner.size * longest
 
     def place_queries(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
@@ -99,7 +101,14 @@ class Block(NamedTuple):
 
         As (outer, inner, rows, ...), or (outer, rows, inner, ...) with `rows_first`.
         """
-        return self._place(tensor, slice(3), self.queries, rows_first)
+        found = self._place(tensor, slice(3), self.queries, rows_first)
+        if self.group == 1:
+            return found
+        # Heads are the second dimension of the block, and side by side in the tensor.
+        dim = 2 if rows_first else 1
+        size, stride = list(found.size), list(found.stride)
+        size[dim], stride[dim] = self.inner.size * self.group, tensor.stride(2)
+        return Placement(tuple(size), tuple(stride), found.offset)
 
     def place_keys(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
         """The same of key rows: (batch, local_sequence, kv_heads, ...), or `by_slot`."""
@@ -160,10 +169,11 @@ class Family(NamedTuple):
     tiles: tuple[Tile, ...]
     axis: Axis
 
-    def blocks(self, batch: int, group: int) -> Iterator[Block]:
+    def blocks(self, batch: int, group: int, *, grouped: bool = False) -> Iterator[Block]:
         """Cut the tiles into as few blocks as views allow; `group`: query heads per KV head.
 
-        Blocks of one member of the query heads of a KV head follow those of another.
+        Blocks of one member of the query heads of a KV head follow those of another. With `grouped`
+        a block has all members where all heads have the same query rows.
         """
         tile, (_, row, head, _, key_row, key_head) = self.tiles[0], self.axis.step
         q, k, step = tile.queries, tile.keys, tile.heads.step
@@ -177,16 +187,27 @@ class Family(NamedTuple):
             )
             if size > 1
         ]
+        first = tile.heads.start
+        if grouped and group > 1 and q.head_stride == 0 and step == 1:
+            inner = Axis(len(tile.heads), (0, 0, group, 0, k.head_stride, 1))
+            others = _merge(axes[: len(axes) - (inner.size > 1)])
+            outer = max(others, key=lambda axis: axis.size, default=_SINGLE)
+            looped = [axis for axis in others if axis is not outer]
+            for index in product(*(range(axis.size) for axis in looped)):
+                start: Place = (0, q.start, first * group, 0, k.start, first)
+                for axis, i in zip(looped, index, strict=True):
+                    start = _ahead(start, axis.step, i)
+                yield Block(0, group, tile.is_causal, tile.band, outer, inner, start, q, k)
+            return
         axes = _merge(axes)
         kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
         outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
         looped = [axis for i, axis in enumerate(axes) if i not in kept]
-        first = tile.heads.start
         for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
-            start: Place = (0, q.start, first * group + member, 0, k.start, first)
+            start = (0, q.start, first * group + member, 0, k.start, first)
             for axis, i in zip(looped, index, strict=True):
                 start = _ahead(start, axis.step, i)
-            yield Block(member, tile.is_causal, tile.band, outer, inner, start, q, k)
+            yield Block(member, 1, tile.is_causal, tile.band, outer, inner, start, q, k)
 
 
 def families(tiles: Sequence[Tile]) -> Iterator[Family]:

@@ -287,11 +287,18 @@ _SCHEDULES_KEPT = 8
 
 
 def schedule_of(
-    group: TileGroup, batch: int, heads_per_kv: int, head_dim: int, table_flops: float
+    group: TileGroup,
+    batch: int,
+    heads_per_kv: int,
+    head_dim: int,
+    table_flops: float,
+    *,
+    grouped: bool = False,
 ) -> Schedule:
     """How a group is computed; kept for the next call.
 
-    Blocks of at most `table_flops` operations share a launch.
+    Blocks of at most `table_flops` operations of one member of the query heads of a KV head share a
+    launch. `grouped`: whether blocks may have all members.
     """
 
     def make() -> Schedule:
@@ -307,18 +314,25 @@ def schedule_of(
             packed.extend([short] if short.starts else [])
             single.extend(long.tiles())
         for family in families(single):
-            cut = list(family.blocks(batch, heads_per_kv))
+            cut = list(family.blocks(batch, heads_per_kv, grouped=grouped))
             if cut[0].band is not None:  # the table's kernels have no windows
                 blocks.extend(cut)
-            elif 4 * head_dim * sum(block.pairs for block in cut) <= table_flops * len(cut):
+            elif 4 * head_dim * sum(x.pairs // x.group for x in cut) <= table_flops * len(cut):
                 table.extend(family.tiles)
             else:
                 blocks.extend(cut)
         return Schedule(tuple(blocks), tuple(table), tuple(packed))
 
-    key = batch, heads_per_kv, head_dim, table_flops
+    key = batch, heads_per_kv, head_dim, table_flops, grouped
     kept = SCHEDULES.setdefault(group, {})
     return kept.get(key) or keep_few(kept, key, make, _SCHEDULES_KEPT)
+
+
+def _schedule(group: TileGroup, call: TileCall, head_dim: int, table_flops: float) -> Schedule:
+    backend = call.selection.backend
+    grouped = backend is not None and backend.takes_groups
+    shape = call.batch, call.heads_per_kv, head_dim
+    return schedule_of(group, *shape, table_flops, grouped=grouped)
 
 
 class Launch(NamedTuple):
@@ -369,7 +383,7 @@ def forward(
     That is done through `sums`, which is to be joined when all groups are computed.
     """
     query, (out, lse, store), backend = inputs.query, result, call.selection.backend
-    work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.forward)
+    work = _schedule(group, call, query.shape[3], call.limits.forward)
     if work.shares_launch:  # first: it does not have to wait for additions of its group
         add_all = partial(_forward_launch, work, call, inputs, result)
         sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
@@ -417,7 +431,7 @@ def backward(
     """
     (*totals, store, store_keys), backend = gradients, call.selection.backend
     query = inputs.query
-    work = schedule_of(group, call.batch, call.heads_per_kv, query.shape[3], call.limits.backward)
+    work = _schedule(group, call, query.shape[3], call.limits.backward)
     if work.shares_launch:  # first, as in forward
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room

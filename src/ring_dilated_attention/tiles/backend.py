@@ -84,6 +84,8 @@ class TileBackend:
             and what `forward` and `backward` return are as for any other.
         keeps_calls: whether a call like an earlier one takes the CPU little time, by what the back
             end keeps in `TileInputs.memo`.
+        takes_groups: whether k and v may have fewer heads than q, each for the query heads that
+            follow one another.
         takes_bands: whether it computes tiles of windows.
         repeats: whether `backward` gives the same bits each time where `wants_same_bits`.
     """
@@ -101,6 +103,7 @@ class TileBackend:
     wants_one_layout: bool = False
     rows_first: bool = False
     keeps_calls: bool = False
+    takes_groups: bool = False
     takes_bands: bool = False
     repeats: bool = True
 

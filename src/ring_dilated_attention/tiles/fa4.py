@@ -174,5 +174,6 @@ FA4 = TileBackend(
     reads=reads_aligned_rows,  # CuTe compiles a stride of 0 into the kernel that it then keeps
     rows_first=True,
     keeps_calls=True,
+    takes_groups=True,
     takes_bands=True,
 )

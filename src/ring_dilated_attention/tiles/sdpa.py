@@ -27,6 +27,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _ungrouped(t: TileInputs) -> TileInputs:
+    """The tile with a key head for each query head."""
+    group = t.q.shape[1] // t.k.shape[1]
+    if group == 1:
+        return t
+    return t._replace(k=t.k.repeat_interleave(group, 1), v=t.v.repeat_interleave(group, 1))
+
+
 def _scores(t: TileInputs) -> torch.Tensor:
     dtype = accumulate_dtype(t.q.dtype)
     scores = t.scale * (t.q.to(dtype) @ t.k.to(dtype).transpose(-1, -2))
@@ -48,16 +56,20 @@ def _mask(t: TileInputs, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    t = _ungrouped(t)
     scores = _scores(t)
     return scores.softmax(-1) @ t.v.to(scores.dtype), torch.logsumexp(scores, -1)
 
 
 def _backward(t: TileInputs, g: TileGradients) -> Gradients:
+    kv_heads, t = t.k.shape[1], _ungrouped(t)
     p = torch.exp(_scores(t) - g.lse[..., None])
     q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
     delta = (dout * g.out).sum(-1, keepdim=True)
     ds = t.scale * p * (dout @ v.transpose(-1, -2) - delta)
-    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+    dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return ds @ k, dk, dv
 
 
 EAGER = in_row_blocks(
@@ -67,6 +79,7 @@ EAGER = in_row_blocks(
         backward=_backward,
         refusal=lambda on, dtype, head_dim: None,
         reads=reads_any_rows,
+        takes_groups=True,
     )
 )
 

@@ -185,7 +185,9 @@ def test_random_calls_on_ranks_are_the_reference(first, monkeypatch):
         monkeypatch.setattr(executor, name, guarded(getattr(executor, name)))
     for seed in range(first, 4 if INTERPRETED else 24, 4):
         limit = (1e3, 1e4, 1e9, 1e9)[(seed + seed // 4) % 4]
-        monkeypatch.setattr(SELECT, lambda *_, limit=limit: Selection(EAGER, (Limits(limit),)))
+        monkeypatch.setattr(
+            SELECT, lambda *_, limit=limit, **__: Selection(EAGER, (Limits(limit),))
+        )
         before = launched[0]
         check(drawn_case(seed, ranks=1 + (seed + 1) % 3))
         assert launched[0] > before or limit < 1e9

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
-from ring_dilated_attention.cli.plan import h200_rates
+from ring_dilated_attention.choice import h200_rates
 from ring_dilated_attention.plan import costs, head_split
 
 SIZE = costs.TensorSize(batch=1, head_dim=8, element_size=2)
@@ -18,6 +18,7 @@ PLAIN = costs.Rates(
     beside_transfers=1.0,
     host_call=0,
     host_empty_step=0,
+    host_message=0,
 )
 """Rates with which nothing but operations takes time."""
 

@@ -107,6 +107,19 @@ class ProcessGroupExchange(Agreeing):
         return self._group
 
     @property
+    def hosts(self) -> int:
+        """Hosts that the ranks are on, by torchrun's numbers; 1 without torchrun.
+
+        As many as ranks, if the hosts do not have equally many of consecutive ranks.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        of_ranks = [rank // local for rank in dist.get_process_group_ranks(self._group)]
+        count, size = len(set(of_ranks)), self.world_size
+        in_blocks = all(len(set(of_ranks[i * size // count :][: size // count])) == 1
+                        for i in range(count))  # fmt: skip
+        return count if size % count == 0 and in_blocks else size
+
+    @property
     def _met(self) -> _Members:
         if self._found is None:
             self._found = _members.get(self._group) or _meet(self._group)

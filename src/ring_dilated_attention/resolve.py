@@ -377,9 +377,7 @@ def shared_words(
     return Shared.of({**_in_words(kind, options), **words})
 
 
-def _in_words(
-    kind: _Kind, options: FlatOptions, split: HeadSplit | None = None
-) -> dict[str, Any]:
+def _in_words(kind: _Kind, options: FlatOptions, split: HeadSplit | None = None) -> dict[str, Any]:
     batch, length, num_heads, head_dim = kind.shape
     layout = f"None (a shard of {length} positions)"
     if options.layout:

@@ -10,9 +10,9 @@ from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_atten
 from ring_dilated_attention.checks.verify import Case, make_layout, run_case
 from ring_dilated_attention.choice import ROWS, choose_exchange, predicted
 from ring_dilated_attention.exchange import ProcessGroupExchange, run_loopback
+from ring_dilated_attention.options import AttentionOptions
 from ring_dilated_attention.plan import costs
 from ring_dilated_attention.resolve import flat_options, resolve
-from ring_dilated_attention.options import AttentionOptions
 
 SIZE = costs.TensorSize(batch=1, head_dim=128, element_size=2)
 DENSE = DilatedPattern.dense()

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..choice import LINK_GB_S, NETWORK_GB_S, ROWS, choose_exchange, h200_rates, predicted
 from ..layout import SequenceLayout, resolve_layout
 from ..named_patterns import given_pattern, named
 from ..units import count_of, in_bytes, in_flop, in_seconds
@@ -226,6 +225,8 @@ def _pattern_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[s
 
 def _choice_in_words(plan: AttentionPlan, size: costs.TensorSize, hosts: int) -> str:
     """What ``exchange="auto"`` takes, and why."""
+    from ..choice import ROWS, choose_exchange, predicted
+
     seconds, taken = predicted(plan, size, hosts), choose_exchange(plan, size, hosts)
     if taken == ROWS:
         taken = "gather" if plan.gathers else "ring"
@@ -241,6 +242,7 @@ def _predict(
     plan: AttentionPlan, size: costs.TensorSize, hosts: int, shown: Sequence[dict[str, Any]]
 ) -> str:
     """Add predicted times to the figures of ranks; return those of the slowest, in words."""
+    from ..choice import LINK_GB_S, NETWORK_GB_S, h200_rates
     from ..plan import costs
 
     rates, times = h200_rates(size), []

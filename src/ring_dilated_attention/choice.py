@@ -5,7 +5,7 @@ Every rank predicts the same ranks of the same plan, so that all choose alike; n
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from .plan import AttentionPlan, costs, head_split
 
@@ -20,18 +20,14 @@ ROWS = "rows"
 
 
 def h200_rates(size: costs.TensorSize) -> costs.Rates:
-    """The cost model's constants, of rows of a size that is not float64.
+    """The cost model's constants; float64, of which no rate is known, counts as float32.
 
     Fitted to the times of one and two H200 in benchmarks/results/many_gpus_x2.json, in bfloat16 or
     float16 with heads of 128; `host_call` and `host_empty_step` measured on their own: a call of
     two ranks that exchange nothing, and a step without rows; `host_message` is NCCL's. Latencies
     are not measured.
     """
-    if size.element_size > 4:
-        raise ValueError(
-            "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
-        )
-    share = 0.064 if size.element_size == 4 else 0.81 if size.head_dim < 128 else 1.0
+    share = 0.064 if size.element_size > 2 else 0.81 if size.head_dim < 128 else 1.0
     compute = costs.ComputeRates
     return costs.Rates(
         forward=compute(flops=657e12 * share, half_keys=340, group_seconds=15e-6, host_step=0.6e-3),
@@ -47,43 +43,41 @@ def h200_rates(size: costs.TensorSize) -> costs.Rates:
     )
 
 
-def predicted(plan: AttentionPlan, size: costs.TensorSize, hosts: int = 1) -> dict[str, float]:
+def predicted(
+    plan: AttentionPlan, size: costs.TensorSize, hosts: int = 1, *, search: bool = False
+) -> dict[str, float]:
     """Seconds of forward and backward on the busiest rank, by exchange.
 
-    Args:
-        plan: of a call on several ranks.
-        size: of its tensors; float64 counts as float32.
-        hosts: see `costs.predict`.
-
-    Returns:
-        Of ``"ring"``, ``"gather"``, and of ``"heads:M"`` for every M that ranks and heads allow.
+    First of what the plan decides, ``"ring"`` or ``"gather"``; of the other, unless this is a
+    `search`, which ends once smaller groups take longer; and of ``"heads:M"``. For `hosts` see
+    `costs.predict`.
     """
-    size = replace(size, element_size=min(size.element_size, 4))
     rates, work = h200_rates(size), costs.flops_by_rank(plan, size)
+    ways = ["gather", "ring"] if plan.gathers else ["ring", "gather"]
+    groups = [x for x in range(len(work), 1, -1) if len(work) % x == 0]
     seconds: dict[str, float] = {}
-    groups = [x for x in range(2, len(work) + 1) if len(work) % x == 0]
-    for exchange in ("ring", "gather", *(f"heads:{ranks}" for ranks in groups)):
+    for exchange in (*ways[: 2 - search], *(f"heads:{ranks}" for ranks in groups)):
         heads = plan.num_heads, plan.num_kv_heads
         try:
             split = head_split(exchange, plan.pattern, plan.layout, *heads)
         except ValueError:  # fewer heads than ranks
-            break
+            continue
         rank = work.index(max(work))
         if split is not None:
-            of_groups = [sum(work[x] for x in split.members(i)) for i in range(len(work))]
-            members = split.members(of_groups.index(max(of_groups)))
+            of_groups = [sum(work[i : i + split.ranks]) for i in range(0, len(work), split.ranks)]
+            members = split.members(of_groups.index(max(of_groups)) * split.ranks)
             rank = max(members, key=lambda x: len(split.units_of(x)))
-        one = plan.rank(rank)
-        seconds[exchange] = sum(
-            costs.predict(one, size, rates, backward=x, hosts=hosts, exchange=exchange).seconds
-            for x in (False, True)
-        )
+        predict = partial(costs.predict, plan.rank(rank), size, rates, hosts=hosts)
+        both = (predict(backward=backward, exchange=exchange) for backward in (False, True))
+        seconds[exchange] = sum(each.seconds for each in both)
+        if search and len(seconds) > 2 and seconds[exchange] > min(list(seconds.values())[1:]):
+            break
     return seconds
 
 
 def choose_exchange(plan: AttentionPlan, size: costs.TensorSize, hosts: int = 1) -> str:
     """What ``exchange="auto"`` takes: `ROWS` or ``"heads:M"``; see `predicted` for arguments."""
-    seconds = predicted(plan, size, hosts)
-    rows = seconds["gather" if plan.gathers else "ring"]
-    best = min(list(seconds)[2:], key=seconds.__getitem__, default=ROWS)
+    seconds = predicted(plan, size, hosts, search=True)
+    best = min([*seconds][1:], key=seconds.__getitem__, default=ROWS)
+    rows = next(iter(seconds.values()))
     return best if seconds.get(best, rows) <= MOST_TIME * rows else ROWS

@@ -181,14 +181,10 @@ def dilated_attention(
         traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
         if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
             flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
-    if (
-        flat.exchange == "auto"
-        and flat.group
-        and not (
-            traced_lengths is None and traced_documents is None and _are_known(query.shape, flat)
-        )
-    ):
-        flat = flat._replace(exchange=ROWS)
+    if flat.exchange == "auto" and flat.group:
+        traced = traced_lengths is not None or traced_documents is not None
+        if traced or not _are_known(query.shape, flat):
+            flat = flat._replace(exchange=ROWS)
     out, lse, *_ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
 

@@ -252,7 +252,7 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
         ends.rank,
         ends.world_size,
         _Kind(query.shape, options.num_kv_heads, query.dtype, query.device),
-        _with_tuples(options),
+        FlatOptions._make(tuple(x) if type(x) is list else x for x in options),
         wants_same_bits(),
     )
 
@@ -300,7 +300,6 @@ def split_of(
     """
     exchange = options.exchange
     if exchange == "auto" and world_size > 1:
-        options = _with_tuples(options)
         plans = (plan for _, plan in plan_rows(options, shape, world_size))
         longest = max(plans, key=lambda plan: plan.documents[-1])
         size = costs.TensorSize(batch=shape[0], head_dim=shape[3], element_size=dtype.itemsize)
@@ -313,23 +312,20 @@ def split_of(
     return head_split(exchange, options.pattern(), layout, shape[2], options.num_kv_heads)
 
 
-def _with_tuples(options: FlatOptions) -> FlatOptions:
-    return FlatOptions._make(tuple(x) if type(x) is list else x for x in options)
-
-
 def plan_rows(
     options: FlatOptions, shape: Sequence[int], world_size: int
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
-    `shape` is that of query; `options` has tuples in place of lists.
+    `shape` is that of query.
 
     Raises:
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
-    for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
+    packed = tuple(options.documents), tuple(options.lengths)
+    for rows, borders in packed_rows(*packed, batch, layout.length):
         heads = num_heads, options.num_kv_heads
         yield rows, _plan(pattern, layout, options.is_causal, *heads, borders)
 

@@ -142,9 +142,9 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
             f"heads; got lengths, branch_gradients, loss_of {given}, exchange {case.exchange!r}"
         )
     plan = case.plan()
-    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
     if case.exchange == "auto":
-        case = replace(case, exchange="gather" if gathers else "ring")
+        case = replace(case, exchange="gather" if plan.gathers else "ring")
+    gathers = case.exchange == "gather"
     device, layout, lock = torch.device(case.device), case.layout, threading.Lock()
     whole = [x.to(case.dtype) for x in case.inputs()]
 

@@ -228,8 +228,7 @@ def _choice_in_words(plan: AttentionPlan, size: costs.TensorSize, hosts: int) ->
     from ..choice import ROWS, choose_exchange, predicted
 
     seconds, taken = predicted(plan, size, hosts), choose_exchange(plan, size, hosts)
-    if taken == ROWS:
-        taken = "gather" if plan.gathers else "ring"
+    taken = next(iter(seconds)) if taken == ROWS else taken
     others = (f"{way} {in_seconds(each)}" for way, each in seconds.items() if way != taken)
     return (
         f'exchange="auto" takes {taken}: forward and backward {in_seconds(seconds[taken])} on the '

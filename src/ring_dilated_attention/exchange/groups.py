@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -108,16 +109,12 @@ class ProcessGroupExchange(Agreeing):
 
     @property
     def hosts(self) -> int:
-        """Hosts that the ranks are on, by torchrun's numbers; 1 without torchrun.
-
-        As many as ranks, if the hosts do not have equally many of consecutive ranks.
-        """
+        """Hosts of the ranks by torchrun's numbers, 1 without it; if uneven, one for each rank."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         of_ranks = [rank // local for rank in dist.get_process_group_ranks(self._group)]
-        count, size = len(set(of_ranks)), self.world_size
-        in_blocks = all(len(set(of_ranks[i * size // count :][: size // count])) == 1
-                        for i in range(count))  # fmt: skip
-        return count if size % count == 0 and in_blocks else size
+        counts = Counter(of_ranks).values()
+        is_even = of_ranks == sorted(of_ranks) and len({*counts}) == 1
+        return len(counts) if is_even else self.world_size
 
     @property
     def _met(self) -> _Members:

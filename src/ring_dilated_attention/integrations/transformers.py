@@ -187,12 +187,11 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
 def batch_layout(model: PreTrainedModel, batch: Mapping[str, Any]) -> SequenceLayout:
     """A layout that gives all ranks of a model as much work, for `set_layout` and `shard_batch`.
 
-    Packed documents, which ``cu_seq_lens_q`` or ``position_ids`` that restart tell, are dealt out
-    by `SequenceLayout.balanced`. One document is dealt out by zigzag; so are documents that are too
-    short for every rank to have some of them.
+    It is `SequenceLayout.balanced` where documents are packed, as ``cu_seq_lens_q`` or restarts of
+    ``position_ids`` say, and not too short for every rank to have some of them; else zigzag.
 
     Args:
-        model: what `set_attention` was called with: its pattern and its group count.
+        model: what `set_attention` was called with, with a pattern and a group.
         batch: whole sequences, as for `shard_batch`.
 
     Raises:

@@ -402,7 +402,7 @@ def _forward_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any, **_: Any)
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in rest[3:])
+    flat = FlatOptions(*rest[3:])
     shape = tuple(map(int, query.shape))
     ends = exchange_named(flat.group)
     flops = 0

@@ -38,11 +38,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ring_dilated_attention import (
     DilatedPattern,
-    SequenceLayout,
     dilated_attention,
     labels_per_rank,
 )
-from ring_dilated_attention.integrations.transformers import set_attention, set_layout, shard_batch
+from ring_dilated_attention.integrations.transformers import (
+    batch_layout,
+    set_attention,
+    set_layout,
+    shard_batch,
+)
 from ring_dilated_attention.units import parse_count
 
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250}
@@ -147,11 +151,10 @@ def load_model(args, group):
     return model, optimizer, pattern
 
 
-def train_step(args, model, optimizer, pattern, whole, mesh, device) -> torch.Tensor:
+def train_step(args, model, optimizer, whole, mesh, device) -> torch.Tensor:
     """One step; returns this rank's part of the loss."""
     group = mesh["sequence"]
-    documents = whole["cu_seq_lens_q"].tolist()
-    layout = SequenceLayout.balanced(documents, group.size(), pattern, is_causal=True)
+    layout = batch_layout(model, whole)
     set_layout(model, layout)
     batch = shard_batch(whole, layout, group)
     batch = {name: x.to(device) for name, x in batch.items()}
@@ -260,7 +263,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         for options in optimizer.param_groups:
             options["lr"] = args.learning_rate * min(1.0, (step + 1) / (args.warmup_steps + 1))
         began = time.perf_counter()
-        loss = train_step(args, model, optimizer, pattern, whole, mesh, device)
+        loss = train_step(args, model, optimizer, whole, mesh, device)
         dist.all_reduce(loss, dist.ReduceOp.AVG if on_gpu else dist.ReduceOp.SUM)
         losses.append(loss.item() / (1 if on_gpu else ranks))  # waits for the step
         seconds, step = time.perf_counter() - began, step + 1

@@ -18,8 +18,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
-from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
+from ring_dilated_attention import DilatedPattern, labels_per_rank
+from ring_dilated_attention.integrations.transformers import (
+    batch_layout,
+    set_attention,
+    set_layout,
+    shard_batch,
+)
 
 TOLERANCE = 1e-4
 """Relative error allowed between sharded and not, after a few float32 steps."""
@@ -38,8 +43,9 @@ def packed_batch(length: int, vocab_size: int) -> dict[str, torch.Tensor]:
 def train_step(model, optimizer, batch, pattern, group=None) -> float:
     """One step on one batch of whole sequences; returns the loss."""
     ranks = 1 if group is None else dist.get_world_size(group)
-    layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], ranks)
-    set_attention(model, pattern, group=group, layout=layout)
+    set_attention(model, pattern, group=group)
+    layout = batch_layout(model, batch)  # by document, so that all ranks have as much work
+    set_layout(model, layout)
     # Cuts out this rank's shard, and shifts the labels before it does.
     shard = shard_batch(batch, layout, group)
     if group is not None:  # over which losses and gradients are averaged

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, labels_per_rank
+from ring_dilated_attention import DilatedPattern, labels_per_rank
 from ring_dilated_attention.integrations.transformers import (
+    batch_layout,
     set_attention,
     set_layout,
     shard_batch,
@@ -76,7 +77,7 @@ class SequenceParallelTrainer(Trainer):
 
     def _shard(self, batch):
         """This rank's part, and which it is; the ranks compare their batches."""
-        layout = SequenceLayout.zigzag(batch["input_ids"].shape[1], self.mesh["sp"].size())
+        layout = batch_layout(self.model, batch)
         return {**shard_batch(batch, layout, self.mesh["sp"]), "layout": layout}
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

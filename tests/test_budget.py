@@ -9,22 +9,22 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
     "bench": (809, 4),
-    "checks": (1_404, 6),
-    "cli": (1_025, 6),
+    "checks": (1_413, 6),
+    "cli": (1_001, 6),
     "decode": (1_539, 5),
     "draw": (644, 4),
     "engine": (2_215, 9),
-    "exchange": (1_508, 7),
-    "integrations": (2_980, 10),
+    "exchange": (1_518, 7),
+    "integrations": (3_018, 10),
     "kernels": (3_363, 10),
     "nn": (3_145, 12),
     "parallel": (1_029, 4),
-    "plan": (2_797, 9),
-    "the root": (2_218, 10),
+    "plan": (2_808, 9),
+    "the root": (2_332, 11),
     "tiles": (1_000, 6),
-    "torch_op": (979, 5),
+    "torch_op": (986, 5),
 }
-MOST_TESTS = 20_600
+MOST_TESTS = 20_820
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

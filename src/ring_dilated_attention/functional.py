@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from .choice import ROWS
 from .documents import Integers, ints_or_tensor
 from .engine import autocast_dtype
 from .exchange import Group, group_name
@@ -24,7 +25,7 @@ from .options import (
 )
 from .parallel import Placed, group_of_dtensors, is_dtensor
 from .pattern import DilatedPattern
-from .resolve import flat_options
+from .resolve import FlatOptions, flat_options
 from .torch_op import (
     FORWARD,
     LENGTHS,
@@ -180,8 +181,20 @@ def dilated_attention(
         traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
         if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
             flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
+    if flat.exchange == "auto" and flat.group:
+        traced = traced_lengths is not None or traced_documents is not None
+        if traced or not _are_known(query.shape, flat):
+            flat = flat._replace(exchange=ROWS)
     out, lse, *_ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
+
+
+def _are_known(shape: Sequence[int], flat: FlatOptions) -> bool:
+    """Whether all numbers by which an exchange is chosen are known, while a graph is traced."""
+    if not torch.compiler.is_compiling():
+        return not any(isinstance(x, torch.SymInt) for x in shape)
+    numbers = (*shape, *flat.layout, *flat.documents, *flat.lengths)
+    return all(torch.fx.experimental.symbolic_shapes.has_static_value(x) for x in numbers)
 
 
 def _of_dtensors(

@@ -15,12 +15,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from .choice import ROWS, choose_exchange
 from .documents import SHOWN, in_words, packed_rows
-from .exchange import Exchange, Shared, group_name
+from .exchange import Exchange, ProcessGroupExchange, Shared, exchange_named, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
 from .pattern import DilatedPattern, Window
-from .plan import AttentionPlan, HeadSplit, RankPlan, head_split, plan_attention
+from .plan import AttentionPlan, HeadSplit, RankPlan, costs, head_split, plan_attention
 from .tiles import Selection, select_backend, wants_same_bits
 
 # The same objects for calls of one kind: what is kept by them is found again.
@@ -136,7 +137,7 @@ class FlatOptions(NamedTuple):
     scale: float | None
     layout: Sequence[int]  # `SequenceLayout.flat`; empty is contiguous equal shards
     group: str  # the name by which `exchange_named` finds it
-    exchange: str
+    exchange: str  # `choice.ROWS`: ring or gather, where sizes are symbols of torch.compile
     backend: str
     workspace: float | None
     needs_gradients: bool  # whether autograd records this call
@@ -272,7 +273,7 @@ def _resolve(
 ) -> Resolved:
     _check_layout(options, kind.shape[1], rank, world_size)
     backend = _selected(options, kind)
-    split = split_of(options, kind.shape, world_size)
+    split = split_of(options, kind.shape, kind.dtype, world_size)
     planned = []
     for rows, plan in plan_rows(options, kind.shape, world_size):
         one = plan.rank(rank) if split is None else split.plan_of(plan, rank)
@@ -281,7 +282,7 @@ def _resolve(
             gathers = one.plan.gathers
         planned.append(PlannedRows(rows, one, gathers))
     return Resolved(
-        Shared.of(_in_words(kind, options)) if world_size > 1 else None,
+        Shared.of(_in_words(kind, options, split)) if world_size > 1 else None,
         backend,
         kind.shape[3] ** -0.5 if options.scale is None else options.scale,
         tuple(planned),
@@ -294,21 +295,32 @@ def _selected(options: FlatOptions, kind: _Kind) -> Selection:
     return select_backend(*given, bands=bool(options.windows))
 
 
-def split_of(options: FlatOptions, shape: Sequence[int], world_size: int) -> HeadSplit | None:
+def split_of(
+    options: FlatOptions, shape: Sequence[int], dtype: torch.dtype, world_size: int
+) -> HeadSplit | None:
     """How a call exchanges rows for heads; None: it does not.
 
     Args:
         options: of a call.
         shape: of its query.
+        dtype: of its query.
         world_size: number of ranks.
 
     Raises:
         ValueError: there are too few heads, or another number of ranks.
     """
-    if not options.exchange.startswith("heads"):
+    exchange = options.exchange
+    if exchange == "auto" and world_size > 1:
+        plans = (plan for _, plan in plan_rows(options, shape, world_size))
+        longest = max(plans, key=lambda plan: plan.documents[-1])
+        size = costs.TensorSize(batch=shape[0], head_dim=shape[3], element_size=dtype.itemsize)
+        ends = exchange_named(options.group)
+        hosts = ends.hosts if isinstance(ends, ProcessGroupExchange) else 1
+        exchange = choose_exchange(longest, size, hosts)
+    if not exchange.startswith("heads"):
         return None  # without a layout, whose numbers may be symbols
     layout = options.layout_of(shape[1], world_size)
-    return head_split(options.exchange, options.pattern(), layout, shape[2], options.num_kv_heads)
+    return head_split(exchange, options.pattern(), layout, shape[2], options.num_kv_heads)
 
 
 def plan_rows(
@@ -316,14 +328,15 @@ def plan_rows(
 ) -> Iterator[tuple[slice, AttentionPlan]]:
     """The rows of a batch that are computed together, each with its plan.
 
-    `shape` is that of query; `options` has tuples in place of lists.
+    `shape` is that of query.
 
     Raises:
         ValueError: the documents or the lengths do not fit the call.
     """
     batch, length, num_heads, _ = shape
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
-    for rows, borders in packed_rows(options.documents, options.lengths, batch, layout.length):
+    packed = tuple(options.documents), tuple(options.lengths)
+    for rows, borders in packed_rows(*packed, batch, layout.length):
         heads = num_heads, options.num_kv_heads
         yield rows, _plan(pattern, layout, options.is_causal, *heads, borders)
 
@@ -371,12 +384,15 @@ def shared_words(
     return Shared.of({**_in_words(kind, options), **words})
 
 
-def _in_words(kind: _Kind, options: FlatOptions) -> dict[str, Any]:
+def _in_words(kind: _Kind, options: FlatOptions, split: HeadSplit | None = None) -> dict[str, Any]:
     batch, length, num_heads, head_dim = kind.shape
     layout = f"None (a shard of {length} positions)"
     if options.layout:
         given = options.layout_of(length, 0)
         layout = f"{given!r} ({given.digest[:8]})"
+    exchange = "auto" if options.exchange == ROWS else options.exchange
+    if exchange == "auto" and split is not None:
+        exchange = f"auto (heads:{split.ranks})"
     return {
         "batch": batch,
         "heads": num_heads,
@@ -390,7 +406,7 @@ def _in_words(kind: _Kind, options: FlatOptions) -> dict[str, Any]:
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,
         "scale": options.scale,
-        "exchange": options.exchange,
+        "exchange": exchange,
         "backend": options.backend,
         "needs gradients": options.needs_gradients,
         "branch_gradients": "detached" if options.detached else "exact",

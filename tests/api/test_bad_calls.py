@@ -260,7 +260,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "branch_gradients is exact on ranks 0, 2, detached on rank 1": {"branch_gradients": "detached"},
     "is_causal is False on ranks 0, 2, True on rank 1": {"is_causal": True},
     "scale is None on ranks 0, 2, 0.5 on rank 1": {"scale": 0.5},
-    "exchange is auto on ranks 0, 2, ring on rank 1": {"exchange": "ring"},
+    "exchange is auto (heads:3) on ranks 0, 2, ring on rank 1": {"exchange": "ring"},
     "backend is auto on ranks 0, 2, eager on rank 1": {"backend": "eager"},
     "layout is": {"layout": SequenceLayout.zigzag(18, 3)},
     "dtype is torch.float32 on ranks 0, 2, torch.float64 on rank 1": {

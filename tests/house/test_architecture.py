@@ -14,7 +14,7 @@ import ring_dilated_attention
 ROOT = Path(ring_dilated_attention.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
-    "units", "pattern", "named_patterns", "balance", "documents", "layout", "plan",
+    "units", "pattern", "named_patterns", "balance", "documents", "layout", "plan", "choice",
     "draw", "kernels", "tiles", "exchange", "options", "parallel", "engine", "resolve", "torch_op",
     "functional", "decode", "nn",
     "integrations", "checks", "bench", "cli",

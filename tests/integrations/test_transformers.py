@@ -34,6 +34,7 @@ from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.integrations import transformers_generate
 from ring_dilated_attention.integrations.transformers import (
     attention_forward,
+    batch_layout,
     remove_attention,
     set_attention,
     set_layout,
@@ -279,6 +280,40 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank(batch, message):
             shard_batch(given, layout, ends)
 
     run_loopback(2, run)
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed and padded"])
+def test_packed_batches_are_dealt_by_document(kind):
+    model, batch = make(), batch_of(kind)
+    set_attention(model, PATTERN)
+    borders = [0, 1, 10, 27, LENGTH]
+    wanted = SequenceLayout.balanced(borders, 2, PATTERN, is_causal=True)
+    layouts = on_group(model, 2, lambda own, _: batch_layout(own, batch))
+    assert layouts == [wanted, wanted]
+    assert wanted != SequenceLayout.zigzag(LENGTH, 2)
+    check_ranks(model, wanted, batch)
+
+
+def test_layouts_of_batches():
+    model = make()
+    set_attention(model, PATTERN)
+
+    def of(batch, ranks=3):
+        return on_group(model, ranks, lambda own, _: batch_layout(own, batch))[0]
+
+    ids = torch.zeros(1, 300, dtype=torch.int64)
+    zigzag = SequenceLayout.zigzag(300, 3)
+    borders = torch.tensor([0, 10, 200, 300, 300])
+    assert of({"input_ids": ids}) == zigzag
+    packed = {"input_ids": ids, "cu_seq_lens_q": borders}
+    assert of(packed) == SequenceLayout.balanced(borders.tolist(), 3, PATTERN, is_causal=True)
+    assert of(packed, 1) == SequenceLayout.contiguous(300, 1)
+    short = {"input_ids": ids[:, :4], "cu_seq_lens_q": torch.tensor([0, 2, 4])}
+    assert of(short) == SequenceLayout.zigzag(4, 3)  # by document a rank would be empty
+    with pytest.raises(ValueError, match="call set_attention first"):
+        batch_layout(make(), packed)
+    with pytest.raises(ValueError, match="the model needs input_ids"):
+        batch_layout(model, {"labels": ids})
 
 
 def test_a_batch_is_for_the_group_of_its_layout():

@@ -120,7 +120,8 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     The time that planning takes grows with the square of the number of ranks.
 
     Args:
-        case: the call; its inputs are drawn from its seed, on its device.
+        case: the call; its inputs are drawn from its seed, on its device. Of the exchanges that
+            ``"auto"`` may take it is ring or gather.
         backward: whether to run backward too.
 
     Returns:
@@ -140,6 +141,10 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
             "a simulated case has no padding, exact gradients, a loss of out alone, no exchange by "
             f"heads; got lengths, branch_gradients, loss_of {given}, exchange {case.exchange!r}"
         )
+    plan = case.plan()
+    if case.exchange == "auto":
+        case = replace(case, exchange="gather" if plan.gathers else "ring")
+    gathers = case.exchange == "gather"
     device, layout, lock = torch.device(case.device), case.layout, threading.Lock()
     whole = [x.to(case.dtype) for x in case.inputs()]
 
@@ -156,8 +161,6 @@ def simulate(case: Case, *, backward: bool = True) -> Simulation:
     alone(replace(case, documents=None), [x[:, :64] for x in whole])
     one = alone(case, whole)
     ran = run_loopback(layout.world_size, run)
-    plan = case.plan()
-    gathers = plan.gathers if case.exchange == "auto" else case.exchange == "gather"
     size = costs.TensorSize(
         batch=case.batch, head_dim=case.head_dim, element_size=case.dtype.itemsize
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..choice import choose_exchange
 from ..exchange import Exchange
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
@@ -188,9 +189,14 @@ class Case:
 
     @property
     def split(self) -> HeadSplit | None:
-        """How rows are exchanged for heads; None: they are not."""
-        heads = self.num_heads, self.num_kv_heads
-        return head_split(self.exchange, self.pattern, self.layout, *heads)
+        """How rows are exchanged for heads, on one host; None: they are not."""
+        heads, exchange = (self.num_heads, self.num_kv_heads), self.exchange
+        if exchange == "auto" and self.layout.world_size > 1:
+            size = costs.TensorSize(
+                batch=self.batch, head_dim=self.head_dim, element_size=self.dtype.itemsize
+            )
+            exchange = choose_exchange(self.plan(max(self.lengths or [self.layout.length])), size)
+        return head_split(exchange, self.pattern, self.layout, *heads)
 
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""

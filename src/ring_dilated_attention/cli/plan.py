@@ -37,9 +37,6 @@ PROVEN = (
     "each message has the fewest rows; every gradient is returned to its owner"
 )
 SPANNING = "; --pattern geometric continues LongNet's series until a segment spans the sequence"
-LINK_GB_S, NETWORK_GB_S = 350.0, 45.0
-"""Bandwidth of a GPU in 10**9 bytes per second and direction, for the cost model: inside its host,
-about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
 
 # fmt: off
 Hosts = Annotated[int | None, option(
@@ -96,6 +93,8 @@ def plan(
         *work_in_words(planned, size),
         *_pattern_in_words(planned, size),
     ]
+    if 1 < ranks <= MOST_COUNTED:
+        verdict.append(_choice_in_words(planned, size, hosts or 1))
     if hosts:
         verdict.append(_predict(planned, size, hosts, shown))
     console = make_console(json)
@@ -224,31 +223,17 @@ def _pattern_in_words(plan: AttentionPlan, size: costs.TensorSize) -> Iterator[s
         yield f"a KV cache takes {in_bytes(nbytes)} a layer, {share:.1%} of all keys and values"
 
 
-def h200_rates(size: costs.TensorSize) -> costs.Rates:
-    """The cost model's constants, of rows of a size that is not float64.
+def _choice_in_words(plan: AttentionPlan, size: costs.TensorSize, hosts: int) -> str:
+    """What ``exchange="auto"`` takes, and why."""
+    from ..choice import ROWS, choose_exchange, predicted
 
-    Fitted to the times of one and two H200 in benchmarks/results/many_gpus_x2.json, in bfloat16 or
-    float16 with heads of 128; `host_call` and `host_empty_step` measured on their own: a call of
-    two ranks that exchange nothing, and a step without rows. Latencies are not measured.
-    """
-    from ..plan import costs
-
-    if size.element_size > 4:
-        raise ValueError(
-            "the cost model knows no rate of float64; allowed: bfloat16, float16, float32"
-        )
-    share = 0.064 if size.element_size == 4 else 0.81 if size.head_dim < 128 else 1.0
-    compute = costs.ComputeRates
-    return costs.Rates(
-        forward=compute(flops=657e12 * share, half_keys=340, group_seconds=15e-6, host_step=0.6e-3),
-        backward=compute(
-            flops=618e12 * share, half_keys=465, group_seconds=60e-6, host_step=0.8e-3
-        ),
-        inside=costs.Link(bytes_per_second=LINK_GB_S * 1e9, latency=20e-6),
-        across=costs.Link(bytes_per_second=NETWORK_GB_S * 1e9, latency=30e-6),
-        beside_transfers=1.035,
-        host_call=0.3e-3,
-        host_empty_step=3e-6,
+    seconds, taken = predicted(plan, size, hosts), choose_exchange(plan, size, hosts)
+    taken = next(iter(seconds)) if taken == ROWS else taken
+    others = (f"{way} {in_seconds(each)}" for way, each in seconds.items() if way != taken)
+    return (
+        f'exchange="auto" takes {taken}: forward and backward {in_seconds(seconds[taken])} on the '
+        f"busiest of {count_of(plan.layout.world_size, 'H200')}, predicted by a cost model; "
+        + ", ".join(others)
     )
 
 
@@ -256,11 +241,10 @@ def _predict(
     plan: AttentionPlan, size: costs.TensorSize, hosts: int, shown: Sequence[dict[str, Any]]
 ) -> str:
     """Add predicted times to the figures of ranks; return those of the slowest, in words."""
+    from ..choice import LINK_GB_S, NETWORK_GB_S, h200_rates
     from ..plan import costs
 
     rates, times = h200_rates(size), []
-    ways = ["ring", "gather", "heads"] if plan.layout.world_size <= MOST_COUNTED else []
-    by_way = dict.fromkeys(ways, 0.0)
     with working("predict"):
         for figures in shown:
             rank = plan.rank(figures["rank"])
@@ -268,12 +252,6 @@ def _predict(
                 found = costs.predict(rank, size, rates, backward=name == "backward", hosts=hosts)
                 figures[name] = asdict(found)
             times.append((figures["forward"]["seconds"], figures["backward"]["seconds"]))
-            for way in ways:
-                both = (
-                    costs.predict(rank, size, rates, backward=x, hosts=hosts, exchange=way).seconds
-                    for x in (False, True)
-                )
-                by_way[way] = max(by_way[way], sum(both))
     forward, backward = max(times, key=sum)
     share = costs.efficiency(plan, size, rates, forward + backward)
     return (
@@ -282,8 +260,6 @@ def _predict(
         f"long as a shard ({count_of(hosts, 'host')} of "
         f"{plan.layout.world_size // hosts} H200, "
         f"{LINK_GB_S:g} GB/s per GPU inside a host, {NETWORK_GB_S:g} between hosts)"
-        + "; by exchange: " * bool(by_way)
-        + ", ".join(f"{way} {in_seconds(seconds)}" for way, seconds in by_way.items())
     )
 
 

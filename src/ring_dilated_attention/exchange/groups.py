@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -105,6 +106,15 @@ class ProcessGroupExchange(Agreeing):
     def group(self) -> dist.ProcessGroup:
         """The process group that this is an end of."""
         return self._group
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of the ranks by torchrun's numbers, 1 without it; if uneven, one for each rank."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        of_ranks = [rank // local for rank in dist.get_process_group_ranks(self._group)]
+        counts = Counter(of_ranks).values()
+        is_even = of_ranks == sorted(of_ranks) and len({*counts}) == 1
+        return len(counts) if is_even else self.world_size
 
     @property
     def _met(self) -> _Members:

@@ -33,7 +33,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ from .transformers_call import (
     SETTINGS,
     Call,
     Settings,
+    borders_of,
     by_name,
     check_head,
     check_loss,
@@ -85,6 +86,7 @@ __all__ = [
     "DilatedCache",
     "attention_forward",
     "attention_mask",
+    "batch_layout",
     "remove_attention",
     "set_attention",
     "set_layout",
@@ -180,6 +182,29 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
     model = without_adapters(model)
     settings = _settings_of(model)
     _tell(model, replace(settings, options=replace(settings.options, layout=layout)))
+
+
+def batch_layout(model: PreTrainedModel, batch: Mapping[str, Any]) -> SequenceLayout:
+    """A layout that gives all ranks of a model as much work, for `set_layout` and `shard_batch`.
+
+    It is `SequenceLayout.balanced` where documents are packed, as ``cu_seq_lens_q`` or restarts of
+    ``position_ids`` say, and not too short for every rank to have some of them; else zigzag.
+
+    Args:
+        model: what `set_attention` was called with, with a pattern and a group.
+        batch: whole sequences, as for `shard_batch`.
+
+    Raises:
+        ValueError: `set_attention` was not called with this model, or `batch` has neither
+            ``input_ids`` nor ``inputs_embeds``.
+    """
+    settings = _settings_of(without_adapters(model))
+    borders, ranks = borders_of(batch), settings.ranks
+    if len(borders) > 2 and ranks > 1:
+        layout = SequenceLayout.balanced(borders, ranks, settings.pattern, is_causal=True)
+        if all(layout.ranges):
+            return layout
+    return SequenceLayout.zigzag(borders[-1], ranks)
 
 
 def remove_attention(

@@ -305,6 +305,19 @@ def _restarts(
     return borders if given is None and len(borders) > 2 else given
 
 
+def borders_of(batch: Mapping[str, Any]) -> list[int]:
+    """Cumulative lengths of the documents of a whole batch, unchecked."""
+    whole = inputs_of(dict(batch)).shape[1]
+    ids, mask = batch.get("position_ids"), batch.get("attention_mask")
+    starts: set[int] = set()
+    if batch.get("cu_seq_lens_q") is not None:
+        starts.update(as_ints("cu_seq_lens_q", batch["cu_seq_lens_q"]))
+    elif isinstance(ids, Tensor) and ids.dim() == 2:
+        begun = ids == 0 if mask is None else (ids == 0) & (mask != 0)
+        starts.update(begun.any(0).nonzero().flatten().tolist())
+    return [0, *sorted(x for x in starts if 0 < x < whole), whole]
+
+
 # --- the pattern of a layer
 
 _QUERY = ("q_proj", "q_b_proj", "query_key_value")

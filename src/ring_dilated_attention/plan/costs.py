@@ -206,6 +206,7 @@ class Rates:
         beside_transfers: how many times as long compute takes in calls in which rows travel.
         host_call: seconds that the host takes for a call without steps, in each direction.
         host_empty_step: seconds that the host takes for a step without rows.
+        host_message: seconds that the host takes to start a message of an all-to-all.
     """
 
     forward: ComputeRates
@@ -215,6 +216,7 @@ class Rates:
     beside_transfers: float
     host_call: float
     host_empty_step: float
+    host_message: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +262,7 @@ def predict(
         backward: which direction.
         hosts: how many hosts, on which the ranks are numbered one after the other. A rank receives
             all rows of other hosts across the network, also those that its neighbours receive too.
-        exchange: as in `dilated_attention`.
+        exchange: as in `dilated_attention`, but ``"auto"`` is a ring or gather.
     """
     per_host, plan = rank.world_size // hosts, rank.plan
     split = head_split(exchange, plan.pattern, plan.layout, plan.num_heads, plan.num_kv_heads)
@@ -270,7 +272,11 @@ def predict(
         groups = rank.world_size // split.ranks
         own, hosts = split.plan_of(plan, rank.index), hosts if groups % hosts == 0 else groups
         found = predict(own, size, rates, backward=backward, hosts=hosts)
-        return replace(found, seconds=found.seconds + swap, exposed=found.exposed + swap)
+        # Each all-to-all packs, sends and unpacks: inputs, out and lse; or dout, and gradients.
+        starts = split.messages(rank.index) * rates.host_message + rates.host_call / 2
+        host = found.host + (2 if backward else 3) * starts
+        seconds = max(found.seconds + swap, host)
+        return replace(found, seconds=seconds, exposed=found.exposed + swap, host=host)
     gathers = plan.gathers if exchange == "auto" else exchange == "gather"
     program = lower(rank, gathers=gathers, backward=backward)
     compute_rates = rates.backward if backward else rates.forward

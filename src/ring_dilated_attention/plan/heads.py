@@ -132,6 +132,11 @@ class HeadSplit:
         length = self.layout.local_length
         return length(rank) * len(self.units_of(other)), length(other) * len(self.units_of(rank))
 
+    def messages(self, rank: int) -> int:
+        """Messages that a rank starts in one all-to-all: one a range of the longer list."""
+        counts = {x: len(self.stretches(x)) for x in self.members(rank)}
+        return sum(max(counts[rank], count) for x, count in counts.items() if x != rank)
+
     def traffic(self, rank: int, size: TensorSize) -> tuple[int, int]:
         """Bytes that a rank sends to its group in forward and in backward."""
         heads = self.num_heads // self.units

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..choice import ROWS
 from ..engine import (
     HeadExchange,
     Peers,
@@ -303,6 +304,10 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _T
         settle(scope, ends, query.device, later=True)
         tensors, head_dim = [dout, query, key, value, out, lse], query.shape[3]
         if dlse is not None:
+            if named.exchange == "auto":  # which must not choose again, of a larger head_dim
+                split = resolve(named, dout, ends).heads
+                choice = ROWS if split is None else f"heads:{split.ranks}"
+                named = named._replace(exchange=choice)
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
             tensors[:5] = _with_dlse(dlse, tensors[:5])
         resolved = resolve(named, tensors[0], ends)
@@ -341,9 +346,11 @@ def _fake_forward(
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
         check_integers(named, query.shape, ends)
     of_heads, wide = [], accumulate_dtype(query.dtype)
-    # Of the heads alone: positions may be symbols.
-    of_shape = batch, 1, num_heads, head_dim
-    split = split_of(named._replace(layout=()), of_shape, ends.world_size)
+    if named.exchange == "auto":
+        split = split_of(named, query.shape, query.dtype, ends.world_size)
+    else:  # of the heads alone: positions may be symbols
+        of_shape = batch, 1, num_heads, head_dim
+        split = split_of(named._replace(layout=()), of_shape, query.dtype, ends.world_size)
     if split is not None and named.needs_gradients:
         rows = named.rows_of(split.members(ends.rank), length)
         units = len(split.units_of(ends.rank))
@@ -390,16 +397,16 @@ torch.library.register_vmap(FORWARD, _mapped, lib=_library)
 # 10 * head_dim in backward. What a kernel throws away (masked scores of a causal tile) is no work.
 
 
-def _forward_flops(query: Sequence[int], key: Sequence[int], *rest: Any, **_: Any) -> int:
-    """Operations of `FORWARD`, whose arguments these are; shapes stand for the tensors.
+def _forward_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any, **_: Any) -> int:
+    """Operations of `FORWARD`, whose arguments these are; shape and dtype of tensors count.
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in rest[3:])
-    shape = tuple(map(int, query))
+    flat = FlatOptions(*rest[3:])
+    shape = tuple(map(int, query.shape))
     ends = exchange_named(flat.group)
     flops = 0
-    split = split_of(flat, shape, ends.world_size)
+    split = split_of(flat, shape, query.dtype, ends.world_size)
     for rows, plan in plan_rows(flat, shape, ends.world_size):
         one = plan.rank(ends.rank) if split is None else split.plan_of(plan, ends.rank)
         batch = len(range(shape[0])[rows])
@@ -408,7 +415,7 @@ def _forward_flops(query: Sequence[int], key: Sequence[int], *rest: Any, **_: An
     return flops
 
 
-def _backward_flops(dout: Sequence[int], dlse: Any, *inputs: Any, **_: Any) -> int:
+def _backward_flops(dout: torch.Tensor, dlse: Any, *inputs: Any, **_: Any) -> int:
     """Operations of `BACKWARD`: scores again, and a product each for dq, dk, dv and d scores."""
     return _forward_flops(dout, *inputs[1:3], *inputs[6:]) // 2 * 5
 
@@ -418,8 +425,8 @@ _COUNTER = "torch.utils.flop_counter"
 
 def _register_flops(counter: Any) -> None:
     operators = torch.ops.ring_dilated_attention
-    counter.register_flop_formula(operators.forward)(_forward_flops)
-    counter.register_flop_formula(operators.backward)(_backward_flops)
+    counter.register_flop_formula(operators.forward, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(operators.backward, get_raw=True)(_backward_flops)
 
 
 class _AfterImport(MetaPathFinder):

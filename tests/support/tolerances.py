@@ -8,6 +8,8 @@ test; or, where there is no plain code, of the epsilon of that dtype.
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,6 +71,35 @@ def assert_close_to(
     error = (values[finite] - exact[finite]).abs()
     worst = error.max().item()  # NaN, if there is one
     assert worst <= allowed, f"error {worst:.3g} of {scale:.3g}, {allowed:.3g} allowed"
+
+
+BITS_MAY_DIFFER = "MKL_CBWR" in os.environ
+"""MKL's products by the kernels that this asks for depend on where in memory operands lie."""
+
+
+def assert_same(
+    actual: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    exact: Callable[[], Sequence[torch.Tensor]],
+) -> None:
+    """Check that two ways to run one computation make equal bits, and equal strides.
+
+    Where `BITS_MAY_DIFFER`, what MKL multiplies is checked as `assert_close_to` does, `expected`
+    being the plain computation.
+
+    Args:
+        actual: results of one way.
+        expected: those of the other.
+        exact: computes them in float64.
+    """
+    exacts = exact() if BITS_MAY_DIFFER else expected
+    for a, b, want in zip(actual, expected, exacts, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        if BITS_MAY_DIFFER and a.dtype in (torch.float32, torch.float64):
+            assert_close_to(a, want, plain=b, terms=64)
+        else:
+            assert torch.equal(a, b)
 
 
 FLOAT64 = rounding_bound(torch.float64, 256 * 256)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.tolerances import FLOAT32, rounding_bound
+from support.tolerances import BITS_MAY_DIFFER, FLOAT32, assert_same, rounding_bound
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -68,11 +68,14 @@ def attention(query, key, value, *, pattern=PATTERN, **options):
     return dilated_attention(query, key, value, pattern, is_causal=True, return_lse=True, **options)
 
 
-def assert_equal(actual, expected):
-    for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert a.stride() == b.stride()
-        assert torch.equal(a, b)
+def check_same(function, plain, tensors, **options):
+    """Compare `results` of a function with those of another, bit for bit; see `assert_same`."""
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    assert_same(
+        results(function, tensors, **options),
+        results(plain, tensors, **options),
+        lambda: results(plain, exact, **options),
+    )
 
 
 # --- the operators
@@ -134,10 +137,9 @@ def test_an_exchange_that_only_autograd_keeps():
         def briefly(*tensors):
             return attention(*tensors, group=Other(ends))
 
-        return results(briefly, leaves(10)), results(attention, leaves(10), group=ends)
+        check_same(briefly, partial(attention, group=ends), leaves(10))
 
-    for got, want in run_loopback(2, rank):
-        assert_equal(got, want)
+    run_loopback(2, rank)
 
 
 # --- torch.compile
@@ -152,7 +154,7 @@ def compiled(function, backend="aot_eager", **options):
 def test_one_graph_for_all_lengths():
     function, counter = compiled(attention)
     for length in (40, 41, 77, 9, 300):
-        assert_equal(results(function, leaves(length)), results(attention, leaves(length)))
+        check_same(function, attention, leaves(length))
         # The first length is taken for a constant, the second shows that it is not.
         assert counter.frame_count == min(2, 1 + (length != 40))
 
@@ -161,8 +163,7 @@ def test_layouts_of_all_lengths_share_graphs():
     function, counter = compiled(attention)
     for length in (40, 46, 52, 58, 70):
         layout = SequenceLayout([[(length // 2, length), (0, length // 2)]])
-        got = results(function, leaves(length), layout=layout)
-        assert_equal(got, results(attention, leaves(length), layout=layout))
+        check_same(function, attention, leaves(length), layout=layout)
     assert counter.frame_count <= 3
 
 
@@ -181,16 +182,14 @@ def test_layouts_of_all_lengths_share_graphs():
 def test_options_compile(changes):
     function, _ = compiled(attention, dynamic=True)
     shape = {name: changes.pop(name) for name in ("kv_heads", "dtype") if name in changes}
-    got = results(function, leaves(31, **shape), **changes)
-    assert_equal(got, results(attention, leaves(31, **shape), **changes))
+    check_same(function, attention, leaves(31, **shape), **changes)
 
 
 def test_autocast_casts_in_graphs_too():
     function, _ = compiled(attention)
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (results(f, leaves(20)) for f in (function, attention))
-    assert got[0].dtype == torch.bfloat16
-    assert_equal(got, want)
+        assert function(*leaves(20))[0].dtype == torch.bfloat16
+        check_same(function, attention, leaves(20))
 
 
 @pytest.mark.parametrize(
@@ -261,12 +260,16 @@ def test_masks_compile():
         fullgraph=True,
     )
     query, _, _ = leaves(40)
+
+    def results_of(call, query, mask):
+        out = call(query, mask)
+        return [out, *torch.autograd.grad(out.square().sum(), query)]
+
     for lengths in ([40, 40], [13, 40], [0, 7]):
-        outcomes = []
-        for call in (masked, function):
-            out = call(query, mask_of(lengths, 40))
-            outcomes.append([out, *torch.autograd.grad(out.square().sum(), query)])
-        assert_equal(*outcomes)
+        mask = mask_of(lengths, 40)
+        got, want = (results_of(call, query, mask) for call in (function, masked))
+        exact = query.detach().double().requires_grad_()
+        assert_same(got, want, partial(results_of, masked, exact, mask))
     forward, backward = graphs
     asks = "ring_dilated_attention.lengths_of_mask.default"
     assert [forward.count(asks), backward.count(asks)] == [1, 0]
@@ -337,7 +340,9 @@ def _groups(rank, world_size):
 def test_process_groups_compile():
     for errors in run_ranks(_groups, 2):
         assert max(errors) < FLOAT32
-        assert not any(errors[:5])  # of the first length, which is no symbol: by heads, as eager
+        assert BITS_MAY_DIFFER or not any(
+            errors[:5]
+        )  # of the first length, which is no symbol: by heads, as eager
         assert any(errors[5:10])  # of a symbol: ring or gather, which add up in another order
 
 

@@ -6,11 +6,12 @@ and the rates are arguments.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..layout import SequenceLayout
 from ..pattern import Window, band_pairs
@@ -111,7 +112,17 @@ def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
 
     How many keys a query sees is a matter of the pattern, whoever holds them.
     """
-    before = cache(partial(_pairs_before, plan))
+    offsets = [Counter(offset for _, offset in heads) for heads in plan.tiling.heads]
+    borders, pairs = plan.documents, partial(_pairs_in_document, plan, offsets)
+    whole = [*accumulate((pairs(b - a, b - a) for a, b in pairwise(borders)), initial=0)]
+
+    @cache
+    def before(position: int) -> int:
+        document = bisect_right(borders, position) - 1
+        if (queries := position - borders[document]) == 0:
+            return whole[document]
+        return whole[document] + pairs(borders[document + 1] - borders[document], queries)
+
     per_pair = 4 * size.batch * size.head_dim * (plan.num_heads // plan.num_kv_heads)
     ranks = plan.layout.ranges
     return [per_pair * sum(before(b) - before(a) for a, b in ranges) for ranges in ranks]
@@ -126,28 +137,29 @@ def balance(flops: Sequence[int]) -> Balance:
     )
 
 
-def _pairs_before(plan: AttentionPlan, position: int) -> int:
-    """(query, key) pairs of the queries before `position`, over all KV heads."""
+def _pairs_in_document(
+    plan: AttentionPlan, offsets: Sequence[Counter[int]], length: int, queries: int
+) -> int:
+    """(query, key) pairs of a document's first queries, over all KV heads."""
     pairs = 0
-    for start, stop in pairwise(plan.documents):
-        if start >= position:
-            break
-        length, queries = stop - start, min(position, stop) - start
-        for branch, (segment_length, rate) in enumerate(plan.pattern.branches):
-            if window := plan.tiling.window(branch):
-                low, high = (side // rate for side in window)
-                for first in range(min(rate, queries)):
-                    own, every = (len(range(first, each, rate)) for each in (queries, length))
-                    pairs += len(plan.tiling.heads[branch]) * band_pairs(own, every, -low, high)
-                continue
-            assert not isinstance(segment_length, Window)
-            w = length if segment_length is None else min(segment_length, length)
-            full, rest = divmod(queries, w)  # full segments, and queries of the one after them
-            last = min(w, length - full * w)
-            for offset, heads in Counter(o for _, o in plan.tiling.heads[branch]).items():
-                for count, rows, of in ((full, w, w), (1, rest, last)):
-                    q, k = len(range(offset, rows, rate)), len(range(offset, of, rate))
-                    pairs += heads * count * (q * (q + 1) // 2 if plan.is_causal else q * k)
+    for branch, counts in enumerate(offsets):
+        segment_length, rate = plan.pattern.branches[branch]
+        if window := plan.tiling.window(branch):
+            low, high = (side // rate for side in window)
+            for first in range(min(rate, queries)):
+                own, every = (len(range(first, each, rate)) for each in (queries, length))
+                pairs += counts.total() * band_pairs(own, every, -low, high)
+            continue
+        assert not isinstance(segment_length, Window)
+        w = length if segment_length is None else min(segment_length, length)
+        if not w:
+            continue
+        full, rest = divmod(queries, w)  # full segments, and queries of the one after them
+        last = min(w, length - full * w)
+        for offset, heads in counts.items():
+            for count, rows, of in ((full, w, w), (1, rest, last)):
+                q, k = len(range(offset, rows, rate)), len(range(offset, of, rate))
+                pairs += heads * count * (q * (q + 1) // 2 if plan.is_causal else q * k)
     return pairs
 
 

@@ -18,7 +18,6 @@ from ring_dilated_attention import (
     replicated_query_attention,
 )
 from ring_dilated_attention.checks import Case, reference_attention, relative_error, run_ranks
-from ring_dilated_attention.checks.verify import compare
 from ring_dilated_attention.exchange import resolve_exchange, run_loopback
 from ring_dilated_attention.plan import cache
 
@@ -100,10 +99,10 @@ def check_ranks(case, positions, by_rank):
     for name in NAMES:
         assert got[name].shape == want[name].shape
         assert got[name].dtype == (lse_dtype if name == "lse" else case.dtype)
-        if not BITS_MAY_DIFFER:  # there without FMA: all that is promised is what follows
-            # A gradient can be a small difference of large numbers: then as plain torch errs.
-            assert_close_to(got[name], want[name], plain=plain[name], factor=4.0, terms=64)
-    assert compare(case, got, want, plain).passes(case.dtype)
+        # A gradient can be a small difference of large numbers: then as much as plain torch errs.
+        # Without FMA, which MKL_CBWR may mean, twice as much.
+        factor = 8.0 if BITS_MAY_DIFFER else 4.0
+        assert_close_to(got[name], want[name], plain=plain[name], factor=factor, terms=64)
 
 
 @settings(max_examples=120)

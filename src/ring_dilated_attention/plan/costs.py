@@ -118,6 +118,7 @@ def flops_by_rank(plan: AttentionPlan, size: TensorSize) -> list[int]:
 
     @cache
     def before(position: int) -> int:
+        position = min(position, borders[-1])  # behind them are positions of no document
         document = bisect_right(borders, position) - 1
         if (queries := position - borders[document]) == 0:
             return whole[document]

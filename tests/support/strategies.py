@@ -1,6 +1,7 @@
 """Hypothesis strategies for patterns, layouts and whole cases."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ def patterns(draw: st.DrawFn, *, windows: bool = True) -> DilatedPattern:
     )
     options = {**options, "zero_keys": draw(st.booleans())}
     return DilatedPattern([w for w, _ in branches], [r for _, r in branches], **options)
+
+
+def cached_patterns() -> st.SearchStrategy[DilatedPattern]:
+    """Those that a KV cache takes: windows are not dilated."""
+
+    def cached(pattern: DilatedPattern) -> DilatedPattern:
+        rates = [1 if isinstance(x.segment_length, Window) else x[1] for x in pattern.branches]
+        return replace(pattern, dilation_rates=rates)
+
+    return patterns().map(cached)
 
 
 @st.composite

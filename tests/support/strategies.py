@@ -1,6 +1,7 @@
 """Hypothesis strategies for patterns, layouts and whole cases."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ def patterns(draw: st.DrawFn, *, windows: bool = True) -> DilatedPattern:
     )
     options = {**options, "zero_keys": draw(st.booleans())}
     return DilatedPattern([w for w, _ in branches], [r for _, r in branches], **options)
+
+
+def cached_patterns() -> st.SearchStrategy[DilatedPattern]:
+    """Those that a KV cache takes: windows are not dilated."""
+
+    def cached(pattern: DilatedPattern) -> DilatedPattern:
+        rates = [1 if isinstance(x.segment_length, Window) else x[1] for x in pattern.branches]
+        return replace(pattern, dilation_rates=rates)
+
+    return patterns().map(cached)
 
 
 @st.composite
@@ -68,10 +79,12 @@ def head_slices(draw: st.DrawFn, num_kv_heads: int) -> HeadSlice | None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, windows: bool = True) -> Case:
     num_kv_heads = draw(st.integers(1, 4))
     return Case(
-        pattern=draw(patterns()).of_heads(draw(head_slices(num_kv_heads)), num_kv_heads),
+        pattern=draw(patterns(windows=windows)).of_heads(
+            draw(head_slices(num_kv_heads)), num_kv_heads
+        ),
         layout=draw(layouts()),
         num_heads=num_kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=num_kv_heads,

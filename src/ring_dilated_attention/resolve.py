@@ -146,6 +146,7 @@ class FlatOptions(NamedTuple):
     head_slice: Sequence[int] = ()  # empty: the call has all heads
     num_kv_heads: int = 0  # of the call
     windows: Sequence[int] = ()  # left, right of each window
+    softcap: float | None = None
 
     def pattern(self) -> DilatedPattern:
         """The pattern of the call."""
@@ -215,6 +216,7 @@ def flat_options(
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
         num_kv_heads,
         [side for x in pattern.segment_lengths if isinstance(x, Window) for side in x],
+        None if options.softcap is None else float(options.softcap),
     )
 
 
@@ -291,7 +293,8 @@ def _resolve(
 
 def _selected(options: FlatOptions, kind: _Kind) -> Selection:
     given = options.backend, kind.device, kind.dtype, kind.shape[3]
-    return select_backend(*given, bands=bool(options.windows))
+    capped = options.softcap is not None
+    return select_backend(*given, bands=bool(options.windows), softcap=capped)
 
 
 def split_of(options: FlatOptions, shape: Sequence[int], world_size: int) -> HeadSplit | None:
@@ -390,6 +393,7 @@ def _in_words(kind: _Kind, options: FlatOptions) -> dict[str, Any]:
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,
         "scale": options.scale,
+        "softcap": options.softcap,
         "exchange": options.exchange,
         "backend": options.backend,
         "needs gradients": options.needs_gradients,

@@ -30,6 +30,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def _scores(t: TileInputs) -> torch.Tensor:
     dtype = accumulate_dtype(t.q.dtype)
     scores = t.scale * (t.q.to(dtype) @ t.k.to(dtype).transpose(-1, -2))
+    if t.softcap is not None:
+        scores = t.softcap * torch.tanh(scores / t.softcap)
     if t.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
@@ -52,10 +54,13 @@ def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(t: TileInputs, g: TileGradients) -> Gradients:
-    p = torch.exp(_scores(t) - g.lse[..., None])
+    scores = _scores(t)
+    p = torch.exp(scores - g.lse[..., None])
     q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
     delta = (dout * g.out).sum(-1, keepdim=True)
     ds = t.scale * p * (dout @ v.transpose(-1, -2) - delta)
+    if t.softcap is not None:  # d tanh = 1 - tanh^2; a masked score of -inf has p = 0
+        ds *= 1 - (scores.clamp(min=-t.softcap) / t.softcap).square()
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
@@ -66,6 +71,7 @@ EAGER = in_row_blocks(
         backward=_backward,
         refusal=lambda on, dtype, head_dim: None,
         reads=reads_any_rows,
+        takes_softcap=True,
     )
 )
 

@@ -31,6 +31,7 @@ from .torch_op import (
     LENGTHS,
     check_padding_mask,
     tell_ranks,
+    validate_sink,
     validate_tensors,
 )
 
@@ -42,6 +43,7 @@ class _CallFields(OptionFields, total=False):
     documents: Integers | None
     lengths: Integers | None
     key_padding_mask: torch.Tensor | None
+    sink: torch.Tensor | None
 
 
 @overload
@@ -80,6 +82,7 @@ def dilated_attention(
     documents: Integers | None = None,
     lengths: Integers | None = None,
     key_padding_mask: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     return_lse: bool = False,
     **fields: Unpack[OptionFields],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -124,6 +127,14 @@ def dilated_attention(
             opposite of a mask of valid positions). It must be a right padding of the whole
             sequence; anything else is refused. It makes the call wait for the device and costs two
             small collectives, which `lengths` saves.
+        sink: (heads,), in float32 or the dtype of the inputs, on their device; learned as a rule.
+            One more key of each head, of that score (not scaled, not capped) and value 0, in every
+            query's softmax (gpt-oss): ``lse' = logaddexp(lse, sink)`` and ``out' = out * exp(lse -
+            lse')``. Where there is no other key, out is 0 and lse the sink; padding has no
+            gradient. Every rank passes the same; a rank's gradient is the share of the rows (with
+            ``exchange="heads"``: of the heads) that it computes, and the sum over the ranks is the
+            gradient, as of any weight (DDP and FSDP average: scale the loss as for the others). Not
+            with DTensors, nor with detached branch gradients. None: no sink.
         return_lse: whether to return the lse too. Default False.
         fields: fields of `AttentionOptions` by name, in place of those of `options`.
 
@@ -146,6 +157,8 @@ def dilated_attention(
     name = "dilated_attention"
     group = group_of_options(name, options, fields)
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        if sink is not None:
+            raise TypeError("a sink goes with plain tensors: pass the shards, x.to_local()")
         return _of_dtensors(
             (query, key, value), pattern, group, options, fields,
             documents, lengths, key_padding_mask, return_lse,
@@ -158,6 +171,9 @@ def dilated_attention(
         validate_tensors(query, key, value)
         if given.layout is None and query.shape[1] == 0:
             raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
+        if sink is not None:
+            detached = given.branch_gradients == "detached" and pattern.mixes_branches
+            validate_sink(sink, query, detached=detached)
         # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
         known_documents, traced_documents = ints_or_tensor("documents", documents)
         known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
@@ -168,7 +184,7 @@ def dilated_attention(
             documents=known_documents,
             lengths=known_lengths,
             needs_gradients=torch.is_grad_enabled()
-            and (query.requires_grad or key.requires_grad or value.requires_grad),
+            and any(x.requires_grad for x in (query, key, value, sink) if x is not None),
         )
         if key_padding_mask is not None:
             if lengths is not None:
@@ -185,7 +201,7 @@ def dilated_attention(
         traced = traced_lengths is not None or traced_documents is not None
         if traced or not _are_known(query.shape, flat):
             flat = flat._replace(exchange=ROWS)
-    out, lse, *_ = FORWARD(query, key, value, traced_lengths, traced_documents, *flat)
+    out, lse, *_ = FORWARD(query, key, value, sink, traced_lengths, traced_documents, *flat)
     return (out, lse) if return_lse else out
 
 

@@ -27,6 +27,7 @@ class OptionFields(TypedDict, total=False):
 
     is_causal: bool
     scale: float | None
+    softcap: float | None
     group: Group
     mesh: Group
     layout: SequenceLayout | None
@@ -47,6 +48,8 @@ class AttentionOptions:
     Args:
         is_causal: whether a query sees only keys at positions <= its own. Default False.
         scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
+        softcap: c, between ``2**-64`` and ``2**64``: a score s, scaled, becomes ``c * tanh(s / c)``
+            (Gemma 2), by the back ends ``"fa4"`` and ``"eager"``. None, the default: it does not.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None if this process holds the whole sequence.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -89,6 +92,7 @@ class AttentionOptions:
 
     is_causal: bool = False
     scale: float | None = None
+    softcap: float | None = None
     group: Group = None
     mesh: InitVar[Group] = None
     layout: SequenceLayout | None = None
@@ -192,6 +196,10 @@ _OF_OPTIONS: dict[str, _Check] = {
     "scale": partial(
         _check_number, low=-MOST_SCALE, most=MOST_SCALE,
         allowed="finite and lie between -2**64 and 2**64",
+    ),
+    "softcap": partial(
+        _check_number, low=1 / MOST_SCALE, most=MOST_SCALE,
+        allowed="> 0, between 2**-64 and 2**64",
     ),
     "layout": _check_layout,
     "exchange": _check_exchange,

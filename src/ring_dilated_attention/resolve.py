@@ -146,6 +146,7 @@ class FlatOptions(NamedTuple):
     detached: bool = False  # whether backward takes the weights of branches for constants
     head_slice: Sequence[int] = ()  # empty: the call has all heads
     windows: Sequence[int] = ()  # left, right of each window
+    softcap: float | None = None
     num_kv_heads: int = 0  # of the call
 
     def pattern(self) -> DilatedPattern:
@@ -215,6 +216,7 @@ def flat_options(
         options.branch_gradients == "detached" and pattern.mixes_branches,
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
         [side for x in pattern.segment_lengths if isinstance(x, Window) for side in x],
+        None if options.softcap is None else float(options.softcap),
         num_kv_heads,
     )
 
@@ -292,7 +294,8 @@ def _resolve(
 
 def _selected(options: FlatOptions, kind: _Kind) -> Selection:
     given = options.backend, kind.device, kind.dtype, kind.shape[3]
-    return select_backend(*given, bands=bool(options.windows))
+    capped = options.softcap is not None
+    return select_backend(*given, bands=bool(options.windows), softcap=capped)
 
 
 def split_of(
@@ -406,6 +409,7 @@ def _in_words(kind: _Kind, options: FlatOptions, split: HeadSplit | None = None)
         "lengths": _digest(options.lengths),
         "is_causal": options.is_causal,
         "scale": options.scale,
+        "softcap": options.softcap,
         "exchange": exchange,
         "backend": options.backend,
         "needs gradients": options.needs_gradients,

@@ -217,6 +217,71 @@ def test_tiles_in_any_layout_one_after_another(backend):
                     assert relative_error(a, b) < rounding_bound(q.dtype), what
 
 
+def scored_cases(backend, dtype):
+    """Softcap, windows, sinks, and all at once; with ranks, tiles of halos: Lq is not Lk."""
+    windows = (DilatedPattern([(70, 0)], [1]), DilatedPattern([(33, 20), None], [2, 3]))
+    patterns = (DilatedPattern.dense(), DilatedPattern([48, None], [1, 3]), *windows)
+    sizes = [(257, 64, 1), (331, 128, 3), (61, 48, 2)]
+    numbered = enumerate(product(sizes, patterns, (None, 0.6, 30.0)))
+    for number, ((length, head_dim, ranks), pattern, softcap) in numbered:
+        yield case_of(
+            length,
+            world_size=ranks,
+            pattern=pattern,
+            num_kv_heads=(4, 2)[number % 2],
+            head_dim=head_dim,
+            batch=1 + number % 2,
+            is_causal=number % 3 > 0,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            softcap=softcap,
+            has_sink=number % 4 > 0,
+            loss_of=(("out",), ("out", "lse"))[number % 5 == 0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("fa4", torch.bfloat16), ("fa4", torch.float16), ("auto", torch.float32)],
+)
+def test_softcap_windows_and_sinks_on_one_gpu(backend, dtype):
+    skip_if_refused(backend, dtype, 64)
+    cases = [*scored_cases(backend, dtype)]
+    outcomes = [run_here(case.layout.world_size, [case])[0] for case in cases]
+    assert not failures(cases, outcomes)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.6, 30.0])
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_causal", "band"),
+    [
+        (157, 157, True, None),
+        (77, 201, False, None),
+        (157, 157, False, (-40, 7)),
+        (77, 201, False, (0, 124)),  # halos: on the left of the queries,
+        (201, 77, False, (-124, 0)),  # and on their right
+        (70, 70, False, (0, 69)),
+    ],
+)
+def test_tiles_of_flash_attention_4(queries, keys, is_causal, band, softcap):
+    """With bands and softcaps, of lengths that divide nothing, against float64."""
+    skip_if_refused("fa4", torch.bfloat16, 64)
+    tile = backend_named("fa4")
+    q, dout = torch.randn(2, 2, queries, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, keys, 4, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"band": band, "softcap": softcap}
+    exact_q, exact_k, exact_v, exact_dout = (x.transpose(1, 2).double() for x in (q, k, v, dout))
+    exact = TileInputs(exact_q, exact_k, exact_v, is_causal, 0.3, **options)
+    out, lse = EAGER.forward(exact)
+    want = EAGER.backward(exact, TileGradients(exact_dout, out, lse))
+    inputs = TileInputs(q, k, v, is_causal, 0.3, **options)
+    merged = TileGradients(dout, out.bfloat16().transpose(1, 2).contiguous(), lse.float())
+    found = *tile.forward(inputs), *tile.backward(inputs, merged)
+    for a, b in zip(found, (out, lse, *want), strict=True):
+        assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
 # Both sides of each block size of the kernels, the sizes that models have, and 112, which
 # flash-attn-4 pads as it does 48 and 80.
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 48, 64, 80, 96, 112, 128, 136, 192, 256])

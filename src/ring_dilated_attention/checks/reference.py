@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..documents import Integers, as_ints, packed_rows
 from ..options import BranchGradients, check_options
 from ..pattern import DilatedPattern, Window
-from ..torch_op import validate_tensors
+from ..torch_op import validate_sink, validate_tensors
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -82,6 +82,8 @@ def reference_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
     documents: Integers | None = None,
     lengths: Integers | None = None,
     branch_gradients: BranchGradients = "exact",
@@ -99,6 +101,8 @@ def reference_attention(
         pattern: the branches.
         is_causal: whether a query sees only keys at positions <= its own.
         scale: factor on the scores; None: head_dim ** -0.5.
+        softcap: c, for scores of c * tanh(score / c); None: scores are not capped.
+        sink: (heads,), the scores of one more key of each head, of value 0; None: there is none.
         documents: cumulative lengths of packed documents, ``[0, ..., n]``; None: one document.
         lengths: valid positions of each row of the batch: row b is what the sequence of its first
             ``lengths[b]`` positions would be, with the documents cut off there; None: all.
@@ -109,29 +113,37 @@ def reference_attention(
 
     Returns:
         out (batch, n, heads, head_dim) and lse (batch, heads, n), in the dtype of the inputs; 0
-        and -inf where a query sees nothing.
+        and -inf, or with a sink that, where a query sees nothing. In padding that is a constant.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, as for `dilated_attention`.
     """
     check_options(
-        pattern=pattern, is_causal=is_causal, scale=scale, branch_gradients=branch_gradients
-    )
+        pattern=pattern, is_causal=is_causal, scale=scale, softcap=softcap,
+        branch_gradients=branch_gradients,
+    )  # fmt: skip
     validate_tensors(query, key, value)
+    detached = branch_gradients == "detached" and pattern.mixes_branches
+    if sink is None:
+        sink = query.new_full((query.shape[2],), -torch.inf)
+    else:
+        validate_sink(sink, query, detached=detached)
     pattern = pattern.of_heads(head_slice, key.shape[2])
     borders = None if documents is None else tuple(as_ints("documents", documents))
     valid = None if lengths is None else tuple(as_ints("lengths", lengths))
     packed_rows(borders or (), valid or (), *query.shape[:2])  # raises unless they fit
+    sinks = sink.to(query.dtype)[:, None].expand(len(query), -1, query.shape[1])
     if valid is not None:  # padding may be NaN, which times 0 is NaN
         padding = torch.arange(query.shape[1]) >= torch.tensor(valid)[:, None]
         mask = padding[..., None, None].to(query.device)
         query, key, value = (x.masked_fill(mask, 0.0) for x in (query, key, value))
+        sinks = torch.where(mask[:, None, :, 0, 0], sinks.detach(), sinks)
 
     def attend(branches: DilatedPattern) -> _Pair:
         counts = _counts(query, key, branches, is_causal, borders, valid)
-        return _attention(query, key, value, *counts, scale)
+        return _attention(query, key, value, *counts, sinks, scale, softcap)
 
-    if branch_gradients == "detached" and pattern.mixes_branches:
+    if detached:
         return _mixed([attend(one) for one in pattern.single_branches()])
     return attend(pattern)
 
@@ -166,22 +178,27 @@ def _attention(
     value: torch.Tensor,
     counts: torch.Tensor,
     zero_keys: torch.Tensor,
+    sinks: torch.Tensor,
     scale: float | None,
+    softcap: float | None,
 ) -> _Pair:
-    """Out and lse, by how often each query sees each key, and how many zero keys."""
+    """Out and lse, by how often each query sees each key, how many zero keys, and its sink."""
     group = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, 2) for x in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
     scores = scores * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     covered = counts.sum(-1) > 0
     # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.
     scores = scores + torch.where(covered[..., None], counts.to(scores.dtype).log(), 0.0)
     # One more column: a score of 0 and a value of 0, counted once for each zero key.
     zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
-    lse = torch.logsumexp(torch.cat([scores, zero_scores[..., None]], -1), -1)
+    columns = scores, zero_scores[..., None], sinks[..., None]
+    lse = torch.logsumexp(torch.cat(columns, -1), -1)
     weights = torch.exp(scores - lse[..., None]) * covered[..., None]
     out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
-    return out, lse.masked_fill(~covered, -torch.inf)
+    return out, torch.where(covered, lse, sinks)
 
 
 def _mixed(branches: Sequence[_Pair]) -> _Pair:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..choice import choose_exchange
-from ..exchange import Exchange
+from ..exchange import Exchange, all_gather
 from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..options import BranchGradients, Schedule
@@ -85,7 +85,8 @@ _KINDS = {
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
-_OPTIONS = ("is_causal", "scale", "documents", "branch_gradients")  # those of the reference, too
+# Those of the reference, too.
+_OPTIONS = ("is_causal", "scale", "softcap", "documents", "branch_gradients")
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,
@@ -105,7 +106,8 @@ class Case:
     Options are those of `dilated_attention`, sizes those of its arguments; `num_kv_heads` divides
     `num_heads`. `views` says how query, key, value and dout lie in memory (empty: contiguous),
     `wanted` of which inputs the gradients are computed, `loss_of` which of ``"out"`` and ``"lse"``
-    the loss depends on, and `as_mask` whether `lengths` are passed as a `key_padding_mask`.
+    the loss depends on, and `as_mask` whether `lengths` are passed as a `key_padding_mask`. With
+    `has_sink` every head has a sink, drawn too, whose gradient, "dsink", is computed.
     """
 
     pattern: DilatedPattern
@@ -129,6 +131,8 @@ class Case:
     workspace: float | None = None
     as_mask: bool = False
     branch_gradients: BranchGradients = "exact"
+    softcap: float | None = None
+    has_sink: bool = False
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Whole query, key, value and dout, float64 numbers that `dtype` represents exactly."""
@@ -147,6 +151,14 @@ class Case:
         shape = self.batch, self.num_heads, self.layout.length
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         return drawn.to(self.dtype).to(self.device, torch.float64)
+
+    def sink(self) -> torch.Tensor | None:
+        """The heads' sinks, (heads,) numbers of float32; None: they have none."""
+        if not self.has_sink:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        drawn = 2 * torch.randn(self.num_heads, generator=generator)
+        return drawn.to(self.device, torch.float64)
 
     def roundoff(self) -> dict[str, float]:
         """How far an element of each result may be off where its terms cancel, by rounding alone.
@@ -169,11 +181,15 @@ class Case:
         ds = scores * scale * (width * dout * value + ("lse" in self.loss_of))
         queries = (self.layout.length * self.num_heads / self.num_kv_heads) ** 0.5
         sizes = value, scores, ds * key, ds * query * queries, scores * dout * queries
+        rows = (self.batch * self.layout.length) ** 0.5  # of the sum that a sink's gradient is
+        of_sink = scores * rows * (width * dout * value + ("lse" in self.loss_of))
         own, wide = torch.finfo(self.dtype), torch.finfo(accumulate_dtype(self.dtype))
-        units = dict.fromkeys(TENSORS, own.eps / 2) | {"lse": wide.eps / 2}
+        names = *TENSORS, "dsink"
+        units = dict.fromkeys(names, own.eps / 2) | {"lse": wide.eps / 2}
         # Numbers this close to 0 have few bits, or none: those of sums, and those of results.
         least = wide.tiny + own.tiny * own.eps
-        return {name: units[name] * size + least for name, size in zip(TENSORS, sizes, strict=True)}
+        pairs = zip(names, (*sizes, of_sink), strict=True)
+        return {name: units[name] * size + least for name, size in pairs}
 
     def plan(self, length: int | None = None) -> AttentionPlan:
         """The plan of its rows that have `length` valid positions; None: all positions."""
@@ -201,13 +217,18 @@ class Case:
     def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
         """Whole out, lse and gradients by brute force in `dtype`."""
         *leaves, dout = (x.to(dtype) for x in self.inputs())
-        query, key, value = (x.requires_grad_() for x in leaves)
+        sink = self.sink()
+        if sink is not None:
+            leaves.append(sink.to(dtype if dtype == torch.float64 else torch.float32))
+        query, key, value, *sinks = (x.requires_grad_() for x in leaves)
         options = {name: getattr(self, name) for name in ("lengths", *_OPTIONS)}
+        options["sink"] = sinks[0] if sinks else None
         out, lse = reference_attention(query, key, value, self.pattern, **options)
         losses = [(out, dout), (lse, self.dlse().to(dtype))]
         outputs, grads = zip(*self.in_loss(losses), strict=True)
-        gradients = torch.autograd.grad(outputs, (query, key, value), grads, materialize_grads=True)
-        return dict(zip(TENSORS, (out.detach(), lse.detach(), *gradients), strict=True))
+        gradients = torch.autograd.grad(outputs, leaves, grads, materialize_grads=True)
+        found = out.detach(), lse.detach(), *gradients
+        return dict(zip((*TENSORS, "dsink"), found, strict=False))
 
     def in_loss(self, of_out_and_lse: Sequence[Any]) -> list[Any]:
         """Of a thing of out and one of lse, those of the results that the loss depends on."""
@@ -309,22 +330,34 @@ def run_case(case: Case, ends: Exchange, wanted: Sequence[Any] | None = None) ->
     ]
     query, key, value = inputs
     options: dict[str, Any] = {"lengths": case.lengths}
+    sink = case.sink()
+    if sink is not None:
+        wide = accumulate_dtype(case.dtype)
+        options["sink"] = sink.to(wide).requires_grad_()
+        leaves, names = [*leaves, options["sink"]], [*names, "dsink"]
     if case.as_mask and case.lengths is not None:
         padding = torch.arange(case.layout.length) >= torch.tensor(case.lengths)[:, None]
-        options = {"key_padding_mask": case.layout.shard(padding, rank, 1).to(dout.device)}
+        options["key_padding_mask"] = case.layout.shard(padding, rank, 1).to(dout.device)
+        options["lengths"] = None
     before = ends.sent_bytes
     out, lse = attend(case, query, key, value, case.layout, ends, **options)
     gradients: Sequence[torch.Tensor] = ()
     if leaves:
         grads = case.in_loss([dout, dlse.to(lse.dtype)])
         gradients = torch.autograd.grad(case.in_loss([out, lse]), leaves, grads)
+    sent = ends.sent_bytes - before
     actual = {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
+    if sink is not None:
+        actual["dsink"] = sum(all_gather(ends, actual["dsink"]), torch.zeros_like(sink)).to(wide)
+
+    def shard(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x if name == "dsink" else case.layout.shard(x, rank, 1 + (name == "lse"))
+
     exact, plain = (
-        {name: case.layout.shard(x[name], rank, 1 + (name == "lse")) for name in actual}
-        for x in wanted or case.references()
+        {name: shard(name, x[name]) for name in actual} for x in wanted or case.references()
     )
     outcome = compare(case, actual, exact, plain)
-    outcome.sent_bytes = ends.sent_bytes - before
+    outcome.sent_bytes = sent
     rows = Counter(case.lengths or [None] * case.batch)  # the rows of each length
     outcome.planned_bytes = sum(_planned_bytes(case, rank, *each) for each in rows.items())
     return outcome
@@ -354,7 +387,7 @@ def compare(
     outcome, roundoff, uncovered = Outcome(), case.roundoff(), torch.isneginf(actual["lse"])
     for name, got in actual.items():
         want, rough = exact[name], plain[name]
-        dtype = accumulate_dtype(case.dtype) if name == "lse" else case.dtype
+        dtype = accumulate_dtype(case.dtype) if name in ("lse", "dsink") else case.dtype
         outcome.valid &= got.shape == want.shape and got.dtype == dtype
         if name == "lse":
             outcome.valid &= torch.equal(uncovered, torch.isneginf(want))
@@ -386,7 +419,7 @@ def _planned_bytes(case: Case, rank: int, length: int | None, batch: int) -> int
     if split is not None:
         forward += split.traffic(rank, size)[0]
         backward += split.traffic(rank, wide)[1]
-    return forward + backward * bool(case.wanted)
+    return forward + backward * bool(case.wanted or case.has_sink)
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -422,6 +455,8 @@ def sweep(world_size: int, seed: int = 0) -> Iterator[Case]:
             "backend": ("auto", "eager")[number // 5 % 2],
             "dtype": (torch.float64, torch.float32)[number // 7 % 2],
             "is_causal": bool(number % 2),
+            "softcap": (None, 1.5)[number // 2 % 4 == 1],
+            "has_sink": number % 5 > 2,
         }
         if number % 3 == 1:
             cuts = {length * i * i // 9 for i in (1, 2)} | {1, length - 1}

@@ -6,9 +6,9 @@ rows over several branches at once. `blocks` are zero-copy views, `device_tables
 """
 
 from . import compute, own_rows
-from .accumulate import Accumulator, autocast_dtype, kernels_on, merge_
+from .accumulate import Accumulator, autocast_dtype, kernels_on, merge_, row_sums
 from .blocks import readable, readable_in_backward
-from .compute import BACKWARD_WORKSPACE, TileCall, merge_zero_keys
+from .compute import BACKWARD_WORKSPACE, TileCall, merge_sink, merge_zero_keys
 from .device_tables import TABLES
 from .executor import RingCall, ring_backward, ring_forward
 from .heads import HeadExchange, Peers, rows_of_heads
@@ -25,11 +25,13 @@ __all__ = [
     "compute",
     "kernels_on",
     "merge_",
+    "merge_sink",
     "merge_zero_keys",
     "own_rows",
     "readable",
     "readable_in_backward",
     "ring_backward",
     "ring_forward",
+    "row_sums",
     "rows_of_heads",
 ]

@@ -128,6 +128,7 @@ class TileCall:
             constants of this module say.
         own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
             short calls are to hold.
+        softcap: c of scores c * tanh(s / c); None: scores are as they are.
     """
 
     selection: Selection
@@ -136,6 +137,7 @@ class TileCall:
     heads_per_kv: int
     workspace: float | None = None
     own_flops: float = 0.0
+    softcap: float | None = None
 
     @cached_property
     def limits(self) -> Limits:
@@ -176,7 +178,8 @@ class KernelCall(NamedTuple):
     def tile(self, call: TileCall, inputs: Inputs) -> TileInputs:
         """Views of the inputs."""
         query, keys, values = _views(self.inputs, inputs)
-        return TileInputs(query, keys, values, self.is_causal, call.scale, self.memo, self.band)
+        options = self.is_causal, call.scale, self.memo, self.band, call.softcap
+        return TileInputs(query, keys, values, *options)
 
 
 _Tensors: TypeAlias = tuple[
@@ -208,7 +211,8 @@ def _kernel_calls(work: Schedule, call: TileCall, given: _Tensors) -> Sequence[K
         return make()
     inputs, merged, totals, *options = given
     layouts = [(x.stride(), x.dtype) for x in (*inputs, *merged, *totals)]
-    key = *options, call.selection.backend, call.scale, call.workspace, inputs[0].device, *layouts
+    scores = call.selection.backend, call.scale, call.softcap
+    key = *options, *scores, call.workspace, inputs[0].device, *layouts
     kept: Sequence[KernelCall] | None = work.calls.get(key)
     return kept or keep_few(work.calls, key, make, _LAYOUTS_KEPT)
 
@@ -506,3 +510,19 @@ def merge_zero_keys(
             log_count = lse.new_full((1,), math.log(block.keys.length))
             tile = [x.expand(y.shape) for x, y in zip((zero, log_count), rows, strict=True)]
             merge(*rows, *tile, store=False)
+
+
+def merge_sink(sink: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge one more key of each head, of score `sink` and value 0, into `out` and `lse`, in place.
+
+    After all tiles, as one whose out is 0 and whose lse is `sink`.
+
+    Args:
+        sink: (heads,), any floating dtype.
+        out: (batch, local_sequence, heads, head_dim), any floating dtype.
+        lse: (batch, heads, local_sequence), float32 or float64; may be a transposed view.
+    """
+    if lse.numel():
+        by_head, zero = out.transpose(1, 2), lse.new_zeros(out.shape[-1])
+        of_sink = sink.to(lse.dtype)[:, None].expand(lse.shape)
+        merge(by_head, lse, zero.expand(by_head.shape), of_sink, store=False)

@@ -39,6 +39,7 @@ class RingCall:
         gathers: whether all messages are in flight behind the running compute, or one.
         workspace: the most that slices allocate; see `dilated_attention`.
         detached: whether backward takes the weights of branches for constants.
+        softcap: see `TileCall`.
     """
 
     plan: RankPlan
@@ -48,10 +49,12 @@ class RingCall:
     gathers: bool
     workspace: float | None = None
     detached: bool = False
+    softcap: float | None = None
 
     def prepared(self, query: torch.Tensor) -> Prepared:
         """The call without its tensors and its exchange; kept with its plan for the next one."""
-        key = self.gathers, self.backend, self.scale, self.workspace, query.shape[0], query.shape[3]
+        options = self.gathers, self.backend, self.scale, self.softcap, self.workspace
+        key = *options, query.shape[0], query.shape[3]
         kept = self.plan.programs
         found: Prepared = kept.get(key) or keep_few(
             kept, key, lambda: Prepared(self, query.shape[0], query.shape[3]), _KEPT
@@ -84,7 +87,7 @@ class Prepared:
         if len(plan.documents) <= 2:
             flops = 4.0 * head_dim * batch * heads_per_kv * call.plan.own_pairs
         options = call.backend, call.scale, batch, heads_per_kv, call.workspace
-        self.tile_call = TileCall(*options, own_flops=flops)
+        self.tile_call = TileCall(*options, own_flops=flops, softcap=call.softcap)
         self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in rounds}
 
 

@@ -48,10 +48,16 @@ class HeadExchange(NamedTuple):
     ends: Exchange
 
     @property
-    def query_heads(self) -> int:
-        """Query heads that this rank computes."""
+    def heads(self) -> slice:
+        """The query heads that this rank computes."""
         split = self.split
-        return len(split.units_of(self.ends.rank)) * split.num_heads // split.units
+        units, count = split.units_of(self.ends.rank), split.num_heads // split.units
+        return slice(units.start * count, units.stop * count)
+
+    @property
+    def query_heads(self) -> int:
+        """How many these are."""
+        return self.heads.stop - self.heads.start
 
     def to_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
         """All rows of the group, of the heads that this rank computes.

@@ -25,9 +25,9 @@ class TileInputs(NamedTuple):
     last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
     i. With `band`, row i sees the keys j with ``band[0] <= j - i <= band[1]``, and every row and
-    every key is in such a pair: back ends that do not `takes_bands` are given none. `memo` is where
-    a back end keeps what it knows of tiles of these shapes, strides, dtypes, device and options;
-    None: nowhere.
+    every key is in such a pair: back ends that do not `takes_bands` are given none. With `softcap`
+    c, a score s is c * tanh(s / c), likewise. `memo` is where a back end keeps what it knows of
+    tiles of these shapes, strides, dtypes, device and options; None: nowhere.
     """
 
     q: torch.Tensor
@@ -37,6 +37,7 @@ class TileInputs(NamedTuple):
     scale: float
     memo: dict[Any, Any] | None = None
     band: tuple[int, int] | None = None
+    softcap: float | None = None
 
     def sides(self, rows: int) -> tuple[int, int]:
         """The band as flash-attention takes a window, counted from aligned last rows.
@@ -87,6 +88,7 @@ class TileBackend:
         takes_groups: whether k and v may have fewer heads than q, each for the query heads that
             follow one another.
         takes_bands: whether it computes tiles of windows.
+        takes_softcap: whether it computes tiles with a softcap.
         repeats: whether `backward` gives the same bits each time where `wants_same_bits`.
     """
 
@@ -105,6 +107,7 @@ class TileBackend:
     keeps_calls: bool = False
     takes_groups: bool = False
     takes_bands: bool = False
+    takes_softcap: bool = False
     repeats: bool = True
 
     def ordered(self, *views: torch.Tensor) -> list[torch.Tensor]:
@@ -159,15 +162,19 @@ def reads_aligned_rows(tensor: torch.Tensor) -> bool:
 
 
 def in_row_blocks(backend: TileBackend) -> TileBackend:
-    """The same back end, given the band of a tile as blocks of query rows and the keys they see.
+    """The same back end, given a tile with a band or a softcap as blocks of rows and their keys.
 
-    For kernels whose mask has an entry for each query and key.
+    For kernels whose mask, or scores, have an entry for each query and key.
     """
 
+    def whole(t: TileInputs) -> bool:
+        return t.band is None and t.softcap is None
+
     def blocks(t: TileInputs) -> Iterator[tuple[slice, slice, TileInputs]]:
-        assert t.band is not None
-        (low, high), queries, keys = t.band, t.q.shape[2], t.k.shape[2]
-        size = min(max(_MASK // (min(high, keys) - max(low, -queries) + 1), 16), 256)
+        queries, keys = t.q.shape[2], t.k.shape[2]
+        low, high = t.band or (-queries, 0 if t.is_causal else keys)
+        sees_all = t.band is None and not t.is_causal
+        size = min(max(_MASK // min(high - low + 1, keys), 16), 256)
         for start in range(0, queries, size):
             rows = slice(start, min(start + size, queries))
             seen = slice(max(start + low, 0), min(rows.stop + high, keys))
@@ -176,19 +183,20 @@ def in_row_blocks(backend: TileBackend) -> TileBackend:
                 q=t.q[:, :, rows],
                 k=t.k[:, :, seen],
                 v=t.v[:, :, seen],
-                band=(low + behind, high + behind),
+                is_causal=False,
+                band=None if sees_all else (low + behind, high + behind),
                 memo=None,
             )
             yield rows, seen, part
 
     def forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        if t.band is None:
+        if whole(t):
             return backend.forward(t)
         outs, lses = zip(*(backend.forward(part) for *_, part in blocks(t)), strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
     def backward(t: TileInputs, g: TileGradients) -> Gradients:
-        if t.band is None:
+        if whole(t):
             return backend.backward(t, g)
         # Keys of two blocks get gradients of both.
         wide = torch.promote_types(t.k.dtype, torch.float32)
@@ -205,7 +213,7 @@ def in_row_blocks(backend: TileBackend) -> TileBackend:
 
 
 _MASK = 1 << 18
-"""Entries of the mask of a block, about."""
+"""Entries of the mask, or scores of a head, of a block, about."""
 
 
 def empty_rows(like: torch.Tensor) -> torch.Tensor:

@@ -93,11 +93,12 @@ def _forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _options(t: TileInputs) -> dict[str, Any]:
-    """How a tile is scaled and masked."""
+    """How the scores of a tile are scaled, capped and masked."""
     left, right = (None, None) if t.band is None else t.sides(1)
     return {
         "softmax_scale": t.scale,
         "causal": t.is_causal,
+        "softcap": t.softcap or 0.0,
         "window_size_left": left,
         "window_size_right": right,
     }
@@ -176,4 +177,5 @@ FA4 = TileBackend(
     keeps_calls=True,
     takes_groups=True,
     takes_bands=True,
+    takes_softcap=True,
 )

@@ -38,6 +38,8 @@ def _ungrouped(t: TileInputs) -> TileInputs:
 def _scores(t: TileInputs) -> torch.Tensor:
     dtype = accumulate_dtype(t.q.dtype)
     scores = t.scale * (t.q.to(dtype) @ t.k.to(dtype).transpose(-1, -2))
+    if t.softcap is not None:
+        scores = t.softcap * torch.tanh(scores / t.softcap)
     if t.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
@@ -63,12 +65,15 @@ def _forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward(t: TileInputs, g: TileGradients) -> Gradients:
     kv_heads, t = t.k.shape[1], _ungrouped(t)
-    p = torch.exp(_scores(t) - g.lse[..., None])
+    scores = _scores(t)
+    p = torch.exp(scores - g.lse[..., None])
     q, k, v, dout = (x.to(p.dtype) for x in (t.q, t.k, t.v, g.dout))
     delta = (dout * g.out).sum(-1, keepdim=True)
     ds = t.scale * p * (dout @ v.transpose(-1, -2) - delta)
+    if t.softcap is not None:  # d tanh = 1 - tanh^2; a masked score of -inf has p = 0
+        ds *= 1 - (scores.clamp(min=-t.softcap) / t.softcap).square()
     dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
-    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    dk, dv = (x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
     return ds @ k, dk, dv
 
 
@@ -80,6 +85,7 @@ EAGER = in_row_blocks(
         refusal=lambda on, dtype, head_dim: None,
         reads=reads_any_rows,
         takes_groups=True,
+        takes_softcap=True,
     )
 )
 

@@ -139,7 +139,13 @@ class Selection:
         return self.backend is not None and self.backend.wants_one_layout
 
 
-_NO_BANDS = "it does not compute sliding windows"
+def _lacks(backend: TileBackend | None, bands: bool, softcap: bool) -> str | None:
+    """What a back end (None: the table-driven kernel) does not compute of what is asked for."""
+    if bands and not (backend and backend.takes_bands):
+        return "it does not compute sliding windows"
+    if softcap and not (backend and backend.takes_softcap):
+        return "it does not compute a softcap: 'fa4', 'eager' and 'auto' do"
+    return None
 
 
 def backend_named(name: str) -> TileBackend:
@@ -148,39 +154,43 @@ def backend_named(name: str) -> TileBackend:
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, bands: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    bands: bool = False,
+    softcap: bool = False,
 ) -> Selection:
     """The back ends that `name` stands for, for tiles of this device, dtype and head_dim.
 
-    `bands`: whether there are tiles of windows among them.
+    `bands`: whether there are tiles of windows among them; `softcap`: whether scores have one.
 
     Raises:
         ValueError: `name` is unknown, or what it names cannot compute such tiles.
     """
     check_choice("backend", name, BACKENDS)
     if name == TABLE_NAME:
-        reason = table_refusal(device, dtype, head_dim)
-        if reason is None and bands:
-            reason = _NO_BANDS
+        reason = table_refusal(device, dtype, head_dim) or _lacks(None, bands, softcap)
         if reason is not None:
             raise ValueError(f"backend={name!r} cannot compute this attention ({reason})")
         return Selection(None, (Limits(*[math.inf] * 3),))
     candidates = {"auto": AUTO, "sdpa": _SDPA}.get(name) or (backend_named(name),)
     reasons = {}
     for backend in candidates:
-        reason = backend.refusal(device, dtype, head_dim)
-        if reason is None and bands and not backend.takes_bands:
-            reason = _NO_BANDS
+        reason = backend.refusal(device, dtype, head_dim) or _lacks(backend, bands, softcap)
         if reason is None and not backend.repeats and wants_same_bits():
             reason = "its gradients may differ from run to run, and deterministic algorithms are on"
         if reason is None:
-            if name != "auto" or device.type != "cuda" or table_refusal(device, dtype, head_dim):
+            shares = name == "auto" and device.type == "cuda" and not softcap
+            if not shares or table_refusal(device, dtype, head_dim):
                 return Selection(backend)
             keeps = backend.keeps_calls
             limits = limits_on(device, dtype.itemsize, head_dim, keeps_calls=keeps)
             return Selection(backend, limits)
         reasons[backend.name] = reason
-    if name == "auto" and (device.type != "cuda" or dtype == torch.float64 or bands):
+    on_any = device.type != "cuda" or dtype == torch.float64 or bands or softcap
+    if name == "auto" and on_any:
         return Selection(EAGER)  # no fused kernel exists there
     why = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
     raise ValueError(f"backend={name!r} cannot compute this attention ({why})")

@@ -19,7 +19,7 @@ from .agreed import (
 )
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .gelu_norm import GELU_NORM, gelu_norm
-from .operator import BACKWARD, FORWARD, validate_tensor, validate_tensors
+from .operator import BACKWARD, FORWARD, validate_sink, validate_tensor, validate_tensors
 
 __all__ = [
     "AGREED",
@@ -37,6 +37,7 @@ __all__ = [
     "refuse_tangents",
     "tell_ranks",
     "telling_ranks",
+    "validate_sink",
     "validate_tensor",
     "validate_tensors",
 ]

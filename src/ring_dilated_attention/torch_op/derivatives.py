@@ -99,9 +99,9 @@ def implement(
         operator: an overload, as `define` returns it.
         run: computes it on any device, below autograd. torch.compile never traces it.
         fake: returns empty tensors like the results.
-        function: the derivative, if the first three inputs have gradients; has a `setup_context`,
-            and `below_autograd` as its forward. (`torch.library.register_autograd` takes 30 us more
-            a call.)
+        function: the derivative, if tensors among the first four inputs have gradients; has a
+            `setup_context`, and `below_autograd` as its forward.
+            (`torch.library.register_autograd` takes 30 us more a call.)
         name: of the function in messages.
     """
     registered = operator._schema.name.partition("::")[2]
@@ -112,8 +112,9 @@ def implement(
     derivative = function
 
     def autograd(*inputs: Any) -> Any:
-        refuse_tangents(name, *inputs[:3])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        tensors = [x for x in inputs[:4] if isinstance(x, torch.Tensor)]
+        refuse_tangents(name, *tensors)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return apply_function(derivative, *inputs, in_operator=True)
         return below_autograd(operator, *inputs)
 

@@ -24,8 +24,10 @@ from ..engine import (
     Peers,
     RingCall,
     kernels_on,
+    merge_sink,
     ring_backward,
     ring_forward,
+    row_sums,
     rows_of_heads,
 )
 from ..exchange import Exchange, exchange_named, own_exchange, refuse_capture, settle, together
@@ -101,36 +103,57 @@ def _shape_problem(
     return None
 
 
+def validate_sink(sink: torch.Tensor, query: torch.Tensor, *, detached: bool = False) -> None:
+    """Raise a `TypeError` or `ValueError` unless this can be the sinks of a query's heads."""
+    if not isinstance(sink, torch.Tensor) or is_dtensor(sink):
+        raise TypeError(f"sink must be a tensor (heads,), not a DTensor; got {in_brief(sink)}")
+    heads = query.shape[2]
+    if sink.shape != (heads,) or sink.device != query.device:
+        raise ValueError(
+            f"sink must have one number for each query head, shape {(heads,)}, on {query.device}; "
+            f"got shape {shape_in_brief(sink)} on {sink.device}"
+        )
+    if sink.dtype not in (torch.float32, query.dtype):
+        raise TypeError(
+            f"the dtype of sink must be torch.float32 or that of query, {query.dtype}; got "
+            f"{sink.dtype}"
+        )
+    if detached:
+        raise ValueError("a sink needs branch_gradients='exact'; got 'detached'")
+
+
 _OPTIONS = (
     "int[] segment_lengths, int[] dilation_rates, str head_offsets, str head_branches, "
     "bool zero_keys, bool is_causal, float? scale, "
     "SymInt[] layout, str group, str exchange, str backend, "
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
-    "bool detached, int[] head_slice, int[] windows, int num_kv_heads"
+    "bool detached, int[] head_slice, int[] windows, float? softcap, int num_kv_heads"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")
 FORWARD = define(
     _library,
-    "forward(Tensor query, Tensor key, Tensor value, Tensor? measured, Tensor? borders, "
-    f"{_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity, Tensor[] of_heads)",
+    "forward(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor? measured, "
+    f"Tensor? borders, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity, Tensor[] of_heads)",
 )
-"""(query, key, value, measured, borders, *options) -> (out, lse, identity, of_heads): out as query,
-lse (batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number of the
-call among those of its group, (0,) without a group; of_heads is empty, or what backward needs of an
-all-to-all by heads: all rows of this rank's heads of query, key and value, (rows, batch, heads,
-head_dim), and their out and lse. measured and borders are None, or integers (1-D, on the CPU) that
-are not known while a graph is traced: in place of the options lengths and documents. The
-other arguments are those that `dilated_attention` has validated."""
+"""(query, key, value, sink, measured, borders, *options) -> (out, lse, identity, of_heads): out as
+query, lse (batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number
+of the call among those of its group, (0,) without a group; of_heads is empty, or what backward
+needs of an all-to-all by heads: all rows of this rank's heads of query, key and value, (rows,
+batch, heads, head_dim), and their out and lse. measured and borders are None, or integers (1-D, on
+the CPU) that are not known while a graph is traced: in place of the options lengths and documents.
+The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = define(
     _library,
     "backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor lse, Tensor identity, Tensor? measured, Tensor? borders, {_OPTIONS}) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    "Tensor lse, Tensor identity, Tensor? sink, Tensor? measured, Tensor? borders, "
+    f"{_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
 )
-"""(dout, dlse, query, key, value, out, lse, identity, measured, borders, *options) -> (dquery,
-dkey, dvalue), contiguous, each as its input. dlse is like lse, or None: nothing depends on it.
-After an all-to-all by heads, query, key, value, out and lse are those of this rank's heads."""
+"""(dout, dlse, query, key, value, out, lse, identity, sink, measured, borders, *options) ->
+(dquery, dkey, dvalue, dsink), contiguous, each as its input. dlse is like lse, or None: nothing
+depends on it. dsink is this rank's share: the gradient is the sum over the ranks; (0,) without a
+sink. After an all-to-all by heads, query, key, value, out and lse are those of this rank's heads,
+and dsink is 0 but for these."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -147,6 +170,7 @@ class RingDilatedAttention(torch.autograd.Function):
         merge   L_i = logaddexp(L_i, L_t); O_i = O_i e^(L_old-L_i) + O_t e^(L_t-L_i)    [float32]
     and then, where the pattern has zero keys and a query sees m of them:
         zeros   a tile with O_t = 0 and L_t = log m, merged alike
+        sink    with a sink S (H,): one more, with O_t = 0 and L_t = S
     Saved: Q_i, K_i, V_i, O_i, L_i.
 
     Backward, given dO_i, with delta_i = rowsum(dO_i * O_i), for s = 0 .. p-1:
@@ -156,6 +180,8 @@ class RingDilatedAttention(torch.autograd.Function):
         return  s = 0: dK_i += dK_t, dV_i += dV_t
                 s > 0: send dK_ij, dV_ij to their owner j = i-s; receive dK_ki, dV_ki from
                 k = i+s and add them to dK_i, dV_i               [P2P, input dtype or float32]
+
+        sink    dS_i = sum over batch and rows of e^(S - L_i) (dL_i - delta_i); dS = sum_i dS_i
 
     Where branch weights are taken for constants, delta is that of the tile's branch: rowsum(dO_i *
     its own O_i), which is worked out again; L_i is the merged one.
@@ -177,7 +203,7 @@ class RingDilatedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, measured, borders, *options = inputs
+        query, key, value, sink, measured, borders, *options = inputs
         out, lse, identity, of_heads = output
         if of_heads:
             rows, own_out, own_lse = of_heads
@@ -185,7 +211,7 @@ class RingDilatedAttention(torch.autograd.Function):
             saved = query, key, value, own_out, own_lse
         else:
             saved = query, key, value, out, lse
-        ctx.save_for_backward(*saved, identity, measured, borders)
+        ctx.save_for_backward(*saved, identity, sink, measured, borders)
         ctx.like = out.shape
         ctx.options = FlatOptions(*options)
         ctx.ends = own_exchange(ctx.options.group)  # kept for backward, which goes by its name
@@ -204,15 +230,20 @@ class RingDilatedAttention(torch.autograd.Function):
         def gradient(*x: Any) -> Any:
             return BACKWARD(*x, *options)
 
-        gradients = once_differentiable("dilated_attention", gradient, dout, dlse, *saved)
+        *found, dsink = once_differentiable("dilated_attention", gradient, dout, dlse, *saved)
+        gradients = *found, None if saved[6] is None else dsink
         return *gradients, *[None] * (2 + len(options))
 
 
-_Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Four: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sink: torch.Tensor | None,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     named = _options(*options)
     ends = exchange_named(named.group)
@@ -225,12 +256,16 @@ def _forward(
         tensors, of_heads = [query, key, value], []
         if resolved.heads is None:
             out, lse = _by_rows(ring_forward, tensors, named, ends, resolved)
+            if sink is not None:
+                merge_sink(sink, out, lse)
         else:
             swap = HeadExchange(resolved.heads, ends)
             with kernels_on(query.device):
                 rows = swap.to_heads(*tensors)
                 own = rows_of_heads(rows, swap.query_heads)
                 own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
+                if sink is not None:
+                    merge_sink(sink[swap.heads], own_out, own_lse)
                 (out,) = swap.to_rows(own_out)
                 (lse,) = swap.to_rows(own_lse.transpose(1, 2).unsqueeze(-1))
             lse = lse.squeeze(-1).transpose(1, 2).contiguous()
@@ -254,7 +289,7 @@ def _by_rows(
     for rows, plan, gathers in resolved.planned:
         call = RingCall(
             plan, among, resolved.backend, resolved.scale, gathers,
-            options.workspace, options.detached,
+            options.workspace, options.detached, options.softcap,
         )  # fmt: skip
         if len(resolved.planned) == 1:
             return ring(*tensors, call)
@@ -291,8 +326,31 @@ def _with_dlse(dlse: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torc
     ]
 
 
-def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _Three:
-    query, key, value, out, lse, identity, *options = inputs
+def _sink_gradient(
+    sink: torch.Tensor, tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None, call: Resolved
+) -> torch.Tensor:
+    """The gradient of `merge_sink` of the rows that a rank computes; padding has none.
+
+    Args:
+        sink: (heads,) of the heads that it computes.
+        tensors: dout and out (batch, rows, heads, head_dim), lse (batch, heads, rows).
+        dlse: like lse.
+        call: says which rows are padding.
+    """
+    dout, out, lse = (x.contiguous() for x in tensors)
+    slope = torch.empty_like(lse)
+    row_sums(dout, out, slope)
+    slope = slope.neg_() if dlse is None else dlse - slope
+    for rows, one, _ in call.planned:
+        plan = one.plan
+        if plan.documents[-1] < plan.layout.length:
+            positions = plan.layout.positions(one.index, device=lse.device)
+            slope[rows].masked_fill_(positions >= plan.documents[-1], 0)
+    return (torch.exp(sink.to(lse.dtype)[:, None] - lse) * slope).sum((0, 2))
+
+
+def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _Four:
+    query, key, value, out, lse, identity, sink, *options = inputs
     named = _options(*options)
     if KNOWN_LENGTHS:
         KNOWN_LENGTHS.clear()
@@ -311,18 +369,25 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _T
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
             tensors[:5] = _with_dlse(dlse, tensors[:5])
         resolved = resolve(named, tensors[0], ends)
+        heads = slice(None)
         if resolved.heads is None:
             found = _by_rows(ring_backward, tensors, named, ends, resolved)
         else:
             swap = HeadExchange(resolved.heads, ends)
+            heads = swap.heads
             with kernels_on(query.device):
                 (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
                 found = _by_rows(ring_backward, tensors, named, ends, resolved)
                 found = swap.to_rows(*found)
+        dsink = dout.new_empty(0) if sink is None else torch.zeros_like(sink)
+        if sink is not None:
+            dout, *_, out, lse = tensors
+            of_lse = None if dlse is None else dout[..., head_dim].transpose(1, 2)
+            dsink[heads] = _sink_gradient(sink[heads], (dout, out, lse), of_lse, resolved)
         if dlse is not None:
             found = [x[..., :head_dim].contiguous() for x in found]
         dquery, dkey, dvalue = found
-        return dquery, dkey, dvalue
+        return dquery, dkey, dvalue, dsink
 
 
 def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:
@@ -341,7 +406,7 @@ def _fake_forward(
     query: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     batch, length, num_heads, head_dim = query.shape
-    named = FlatOptions(*inputs[4:])  # behind key, value, measured and borders
+    named = FlatOptions(*inputs[5:])  # behind key, value, sink, measured and borders
     ends = exchange_named(named.group)
     if query.is_meta and type(query) is torch.Tensor:  # of fake tensors, integers may be symbols
         check_integers(named, query.shape, ends)
@@ -364,10 +429,12 @@ def _fake_forward(
     return query.new_empty(query.shape), lse, _identity(named.group, query), of_heads
 
 
-def _fake_backward(dout: torch.Tensor, *inputs: Any) -> _Three:
+def _fake_backward(dout: torch.Tensor, *inputs: Any) -> _Four:
     batch, length, _, head_dim = dout.shape
-    of_keys = batch, length, inputs[-1], head_dim  # the last option is the number of KV heads
-    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys)
+    sink, _, _, *options = inputs[7:]  # behind dlse, the five tensors of forward, and identity
+    of_keys = batch, length, FlatOptions(*options).num_kv_heads, head_dim
+    dsink = dout.new_empty(0) if sink is None else torch.empty_like(sink)
+    return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys), dsink
 
 
 implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
@@ -402,7 +469,7 @@ def _forward_flops(query: torch.Tensor, key: torch.Tensor, *rest: Any, **_: Any)
 
     Numbers in `measured` and `borders` are not known: every position counts, in one document.
     """
-    flat = FlatOptions(*rest[3:])
+    flat = FlatOptions(*rest[4:])
     shape = tuple(map(int, query.shape))
     ends = exchange_named(flat.group)
     flops = 0

@@ -12,11 +12,11 @@ has the pattern with all its options.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from ..pattern import DilatedPattern, in_brief
+from ..pattern import DilatedPattern, check_choice, in_brief
 
 NAME = "ring_dilated_attention"
 """Value of ``attn_implementation``; the entry of a config that holds the pattern; and the argument
@@ -27,6 +27,11 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Documents as transformers' models take them; linear attention reads them too."""
+
+
+Layers: TypeAlias = Literal["full", "all"]
+LAYERS: tuple[str, ...] = get_args(Layers)
+"""Which layers take the pattern: those of full attention, or those with windows and chunks too."""
 
 
 # --- models, by the ``model_type`` of their classes
@@ -43,7 +48,8 @@ DECODERS = _types(
     "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash "
     "mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral nanochat olmo olmo2 "
     "olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
-    "starcoder2 youtu"
+    "starcoder2 youtu "
+    "afmoe beam cohere2 cohere2_moe cohere_compass_text cwm doge dory dots1 exaone4 exaone_moe flint gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa inkling_text inkling2_text inkling2_loop_text kolibri1 lara_mini llama4_text mimo_v2_flash ministral modernbert-decoder olmo3 muse_spark_text muse_spark muse_glimmer muse_glimmer_text vaultgemma zaya hy_v4 step3p7 step3p7_text mistral4 mistral_large4 gpt_neo"
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
@@ -63,7 +69,7 @@ ON_ONE_PROCESS = HYBRIDS | _types(
     "albert bert bert-generation camembert data2vec-text distilbert electra ernie esm esmc "
     "eurobert glm4v_text gte jina_embeddings_v3 nomic_bert qwen2_5_vl_text qwen2_vl_text "
     "qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert xlm-roberta "
-    "xlm-roberta-xl"
+    "xlm-roberta-xl modernbert neomme ultrabert embedding_gemma2"
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
 
@@ -96,15 +102,19 @@ def without_adapters(model: Any, ranks: int = 1) -> Any:
     return model.base_model if has_tokens else model.base_model.model
 
 
-def _windows(config: Any) -> str:
-    """Layers that do not see the whole sequence: "sliding_window=4096 in layers 0, 2"."""
-    kinds = list(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window is not None:
-        return f"sliding_window={window} in all layers"
-    local = [i for i, x in enumerate(kinds) if x.startswith(("sliding", "chunked"))]
-    of = f"sliding_window={window}" if window is not None else "windows"
-    return f"{of} in layers {', '.join(map(str, local))}" if local else ""
+def check_pattern(base: Any, pattern: DilatedPattern, layers: Layers) -> None:
+    """Raise a ValueError where no layer would take a pattern."""
+    kinds = list(getattr(base.config, "layer_types", None) or ())
+    if not kinds and getattr(base.config, "sliding_window", None) is not None:
+        kinds = ["sliding_attention"]
+    local = [x.startswith(("sliding", "chunked")) for x in kinds]
+    dense = DilatedPattern.dense().branches
+    if local and all(local) and layers == "full" and pattern.branches != dense:
+        raise ValueError(
+            f"no layer of this {type(base).__name__} has full attention, so none would take the "
+            f"pattern {pattern}: pass layers='all', or set config.sliding_window = None before the "
+            "model is made"
+        )
 
 
 def _by_length(model: Any) -> str:
@@ -130,8 +140,6 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
             "integrations/transformers_support.py; of a model of images and text, give it the "
             "language model, as model.model.language_model"
         )
-    elif got := _windows(base.config):
-        why = "the pattern alone decides what a head sees: config.sliding_window must be None"
     elif ranks == 1:
         return
     elif kind not in DECODERS:
@@ -163,7 +171,7 @@ Where the required value is a bool, None stands for the value in the config."""
 HARMLESS = frozenset(
     {
         "position_ids",  # the model's rotations have them
-        *("use_cache", "cache_position", "return_dict"),
+        *("use_cache", "cache_position", "return_dict", "deterministic"),
         *("output_hidden_states", "output_router_logits"),
         *("num_items_in_batch", "labels", "shift_labels"),
         "seq_idx",  # of layers other than attention
@@ -174,18 +182,24 @@ is given and is not here is refused."""
 
 
 def check_arguments(
-    module: Any, given: dict[str, Any], pattern: DilatedPattern, ranks: int, is_cached: bool
+    module: Any,
+    given: dict[str, Any],
+    told: tuple[DilatedPattern, Layers],
+    ranks: int,
+    is_cached: bool,
 ) -> None:
     """Raise a ValueError for arguments that mean nothing here, or a model that was changed.
 
-    `module` is the model without its head, and `given` are the arguments of its forward.
+    `module` is the model without its head, and `given` are the arguments of its forward; `told` is
+    what `set_attention` wrote into its config.
     """
     config = module.config
-    now = config._attn_implementation, saved(config)
-    if now != (NAME, pattern):
+    now, held = config._attn_implementation, saved(config)
+    if (now, held) != (NAME, told):
         raise ValueError(
-            f"set_attention gave this model the pattern {pattern}, but its config now has the "
-            f"attn_implementation {now[0]!r} and the pattern {now[1]}: models that share a config "
+            f"set_attention gave this model the pattern {told[0]} for {told[1]} layers, but its "
+            f"config now has the attn_implementation {now!r} and "
+            f"{'no pattern' if held is None else f'the pattern {held[0]} for {held[1]} layers'}: models that share a config "
             "object share its pattern, so make each with copy.deepcopy(config); for other "
             "attention call remove_attention(model)"
         )
@@ -205,12 +219,12 @@ _LOAD = "import ring_dilated_attention.integrations.transformers before from_pre
 _PATTERN = ("segment_lengths", "dilation_rates", "head_offsets", "head_branches", "zero_keys")
 
 
-def write(config: Any, pattern: DilatedPattern) -> None:
+def write(config: Any, pattern: DilatedPattern, layers: Layers) -> None:
     """Note a pattern in a config of transformers, which is changed in place."""
     config.attn_implementation = NAME
     entry = {name: getattr(pattern, name) for name in _PATTERN}  # every option; JSON has no tuples
     entry = {name: list(x) if isinstance(x, tuple) else x for name, x in entry.items()}
-    setattr(config, NAME, {"pattern": entry, "load": _LOAD})
+    setattr(config, NAME, {"pattern": entry, "layers": layers, "load": _LOAD})
 
 
 def erase(config: Any) -> None:
@@ -219,8 +233,8 @@ def erase(config: Any) -> None:
         vars(config).pop(name, None)
 
 
-def saved(config: Any) -> DilatedPattern | None:
-    """The pattern that a config holds; None: there is none.
+def saved(config: Any) -> tuple[DilatedPattern, Layers] | None:
+    """The pattern that a config holds, and which layers take it; None: there is none.
 
     The entry is that of `write`, or arguments of `DilatedPattern` alone, with its defaults.
 
@@ -231,7 +245,9 @@ def saved(config: Any) -> DilatedPattern | None:
     if entry is None:
         return None
     try:
-        return DilatedPattern(**entry.get("pattern", entry))
+        layers = entry.get("layers", "full")
+        check_choice("layers", layers, LAYERS)
+        return DilatedPattern(**entry.get("pattern", entry)), layers
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"config.{NAME} holds no pattern as set_attention writes it: "

@@ -6,8 +6,10 @@
 A model with random weights takes a batch of two rows, one of them padded on the right. With
 `DilatedPattern.dense()` its logits, and the gradients of a weighted sum of them, must be those of
 its own eager attention, on one process and on three ranks (threads of this process); with segments
-of four positions its logits must change, else its attention was not replaced. What `set_attention`
-does not support must be refused. Exits with 1 if a model is wrong, silently.
+of four positions its logits must change, else its attention was not replaced. Layers keep their
+windows and chunks, of eight positions. A causal model generates with a KV cache, alone and on the
+ranks, by the logits of its own. What is not supported must be refused. Exits with 1 if a model is
+wrong, silently.
 
 Models that a configuration of this size does not make are named, not counted. Needs transformers.
 """
@@ -66,9 +68,11 @@ OPTIONS: dict[str, Any] = {
 KV_HEADS = (2, 4)
 """The first that a model can have: some have as many as query heads."""
 LENGTH, SHORT = 23, 17
+NEW = 10
+"""Tokens generated, past the end of a chunk."""
 RANKS = 3
 MOST_PARAMETERS = 30_000_000
-MOST_SECONDS = 30
+MOST_SECONDS = 120
 TOLERANCE = 1e-5
 """Of float64 logits and gradients, relative to the largest; transformers' own attention and norms
 round to float32 in between."""
@@ -78,12 +82,14 @@ CHANGED = 1e-3
 class Outcome(NamedTuple):
     """What became of a model: ``"right"``, ``"refused"``, ``"wrong"`` or ``"not made"``, and why.
 
-    `alone` is of one process, `ranks` of three; `why` is of the first that is not right.
+    `alone` is of one process, `ranks` of three, `generates` of both; `why` is of the first that is
+    not right.
     """
 
     kind: str
     alone: str
     ranks: str
+    generates: str
     why: str
 
 
@@ -156,6 +162,9 @@ class Comparison:
         self.weights = torch.randn(shape, dtype=torch.float64, generator=generator) * self.mask[:, :, None]
         self._model = model
         self._want = run(copy.deepcopy(model), self.batch, self.weights)
+        if self._want.logits.isnan().any():  # of eager attention, where a window is all padding
+            model.set_attn_implementation("sdpa")
+            self._want = run(copy.deepcopy(model), self.batch, self.weights)
 
     def alone(self) -> str:
         """What is wrong on one process; empty: nothing."""
@@ -181,6 +190,32 @@ class Comparison:
         gradients = [sum(x) for x in zip(*(each.gradients for each in found), strict=True)]
         return self._against(Found(logits, gradients))
 
+    def generated(self) -> str:
+        """What is wrong with generation, on one process and on several ranks; empty: nothing."""
+
+        def tokens_and_logits(model: Any) -> tuple[Tensor, Tensor]:
+            model.generation_config.eos_token_id = None
+            found = model.generate(
+                **{"input_ids": self.batch["input_ids"][:1], "attention_mask": self.mask[:1]},
+                **{"max_new_tokens": NEW, "do_sample": False, "use_cache": True},
+                **{"return_dict_in_generate": True, "output_logits": True},
+            )
+            return found.sequences, torch.stack(found.logits)
+
+        def rank(ends: Exchange | None) -> tuple[Tensor, Tensor]:
+            model = copy.deepcopy(self._model)
+            set_attention(model, DilatedPattern.dense(), group=ends)
+            return tokens_and_logits(model)
+
+        alone = rank(None)
+        tokens, logits = tokens_and_logits(copy.deepcopy(self._model))
+        worst = 0.0
+        for got, found in [alone, *run_loopback(RANKS, rank)]:
+            if not torch.equal(got, tokens):
+                return "other tokens"
+            worst = max(worst, float((found - logits).abs().max() / logits.abs().max()))
+        return "" if worst < TOLERANCE else f"generates by logits that differ by {worst:.1e}"
+
     def _error(self, logits: Tensor) -> float:
         difference = (logits - self._want.logits) * self.mask[:, :, None]
         return float(difference.abs().max() / self._want.logits.abs().max())
@@ -204,10 +239,12 @@ def outcome_of(kind: str, head: Any) -> Outcome:
         except Exception as error:
             why = why or in_a_line(error)
     if comparison is None:
-        return Outcome(kind, "not made", "not made", why)
+        return Outcome(kind, "not made", "not made", "not made", why)
     found: list[str] = []
     why = ""
-    for compare in (comparison.alone, comparison.sharded):
+    is_causal = head is transformers.AutoModelForCausalLM
+    compares = (comparison.alone, comparison.sharded, comparison.generated)
+    for compare in compares[: 2 + is_causal]:
         try:
             wrong = compare()
             found.append("wrong" if wrong else "right")
@@ -216,8 +253,8 @@ def outcome_of(kind: str, head: Any) -> Outcome:
             found.append("refused" if refusal else "crashed")
             wrong = in_a_line(error)
         why = why or wrong
-    alone, ranks = found
-    return Outcome(kind, alone, ranks, why)
+    alone, ranks, generates = [*found, ""][:3]
+    return Outcome(kind, alone, ranks, generates, why)
 
 
 def in_a_line(error: Exception) -> str:
@@ -248,13 +285,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.alarm(0)
         name = head.__name__.removeprefix("AutoModelFor")
         outcomes.append({"head": name, **outcome._asdict()})
-        print(f"{kind:24} {name:9} {outcome.alone:8} {outcome.ranks:8} {outcome.why}", flush=True)
-    for where in ("alone", "ranks"):
+        print(kind.ljust(24), name.ljust(9), *(x.ljust(8) for x in outcome[1:]), flush=True)
+    for where in ("alone", "ranks", "generates"):
         print(where, dict(Counter(each[where] for each in outcomes)))
     if options.out:
         found = {"transformers": transformers.__version__, "torch": torch.__version__}
         options.out.write_text(json.dumps({**found, "models": outcomes}, indent=1) + "\n")
-    sys.exit(any("wrong" in (each["alone"], each["ranks"]) for each in outcomes))
+    sys.exit(any("wrong" in each.values() for each in outcomes))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ from .transformers_support import (
     NAME,
     PACKING,
     Layers,
+    base_of,
     check_model,
     check_pattern,
     erase,
@@ -166,7 +167,7 @@ def set_attention(
     check_choice("layers", layers, LAYERS)
     if options.is_causal or options.scale is not None:
         raise ValueError("is_causal and scale are the model's own, set_attention takes neither")
-    base: Any = model.base_model
+    base = base_of(model)
     check_model(model, base, ranks)
     check_pattern(base, pattern, layers)
     if model.config._attn_implementation != NAME:
@@ -236,12 +237,12 @@ def _settings_of(model: nn.Module) -> Settings:
 
 
 def _tell(model: Any, settings: Settings) -> None:
-    for module in (model, model.base_model):
+    for module in (model, base_of(model)):
         setattr(module, SETTINGS, settings)
 
 
 def _remove_hooks(model: Any) -> None:
-    for module in (model, model.base_model):
+    for module in (model, base_of(model)):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):

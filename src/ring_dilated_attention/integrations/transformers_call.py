@@ -78,6 +78,7 @@ class Call:
     documents: list[int] | None = None  # cumulative lengths; None: one document
     lengths: list[int] | None = None  # valid positions of each row of the batch; None: all
     cache: Any = None  # a `DilatedCache`
+    source: Tensor | None = None  # (1 or batch, m): the columns that it computes; None: all
 
 
 class Mask(NamedTuple):
@@ -183,11 +184,12 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     if text_ids is not None:
         documents = _restarts(name, text_ids, rows, lengths, documents, ends)
     _check_layers(module, given, documents)
-    if ids is None and (
-        ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1))
-    ):
+    source = None
+    if ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1)):
+        source = rows.positions[None]
+    if ids is None and source is not None:
         # A model that has all tokens in order knows best: it may skip padding, wherever that is.
-        ids = rows.positions[None]
+        ids = source
     if mask is None:
         mask = rows.positions.new_ones(rows.batch, len(rows.positions), dtype=torch.bool)
     return {
@@ -195,7 +197,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         "position_ids": ids,
         "attention_mask": mask,
         "use_cache": False,
-        NAME: Call(settings, layout, documents, lengths),
+        NAME: Call(settings, layout, documents, lengths, source=source),
     }
 
 
@@ -358,6 +360,22 @@ def pattern_of_layer(
         return pattern
     found = slice_of_projections(layer, own, weights, type(module).__name__)
     return pattern.of_heads(found, kv_heads)
+
+
+def retuned(module: Any, query: Tensor, columns: Tensor | None) -> Tensor:
+    """Queries (batch, m, heads, head_dim) of Llama 4, scaled for columns (1 or batch, m).
+
+    Its layers without rotations scale queries as if they were the first m columns of the input.
+    """
+    if columns is None or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scales(column: Tensor) -> Tensor:
+        blocks = torch.floor((column.float() + 1) / module.floor_scale)
+        return torch.log1p(blocks) * module.attn_scale + 1
+
+    first = torch.arange(query.shape[1], device=query.device)
+    return (query * (scales(columns) / scales(first))[..., None, None]).to(query.dtype)
 
 
 def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:

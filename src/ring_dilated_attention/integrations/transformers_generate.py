@@ -42,6 +42,7 @@ from .transformers_call import (
     check_table,
     inputs_of,
     pattern_of_layer,
+    retuned,
 )
 from .transformers_support import (
     CACHE_NAMES,
@@ -279,6 +280,7 @@ def attended(
             f"a KV cache is for causal attention; {type(module).__name__} has is_causal=False"
         )
     query, key, value = (x.transpose(1, 2) for x in tensors)
+    query = retuned(module, query, call.source)
     pattern = pattern_of_layer(module, settings, mask.length, query.shape[2], key.shape[2])
     if cache is None:
         # Narrower values, as of DeepSeek's latent attention, take as long as if they were not.
@@ -319,7 +321,6 @@ class CachedCall(Call):
     columns: int  # tokens of each row, padding included
     after: tuple[int, ...]  # valid positions of each row after the call
     position_ids: Tensor  # of the columns that this rank computes, (1 or batch, columns)
-    source: Tensor | None = None  # (batch, local_sequence): the columns that it computes; None: all
 
 
 def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:

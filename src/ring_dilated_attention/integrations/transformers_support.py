@@ -42,14 +42,16 @@ def _types(names: str) -> frozenset[str]:
 
 
 DECODERS = _types(
-    "apertus apertus1p5_text arcee aria_text axk1 biogpt bitnet codegen cohere ctrl deepseek_v2 "
-    "deepseek_v3 diffllama ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 glm4_moe glm4_moe_lite "
-    "gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium hrm_text "
-    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash "
-    "mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral nanochat olmo olmo2 "
-    "olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
-    "starcoder2 youtu "
-    "afmoe beam cohere2 cohere2_moe cohere_compass_text cwm doge dory dots1 exaone4 exaone_moe flint gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa inkling_text inkling2_text inkling2_loop_text kolibri1 lara_mini llama4_text mimo_v2_flash ministral modernbert-decoder olmo3 muse_spark_text muse_spark muse_glimmer muse_glimmer_text vaultgemma zaya hy_v4 step3p7 step3p7_text mistral4 mistral_large4 gpt_neo"
+    "afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere "
+    "cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 diffllama dory dots1 ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text "
+    "gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
+    "gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
+    "hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna "
+    "llama llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 "
+    "minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo "
+    "olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss "
+    "smollm3 solar_open starcoder2 vaultgemma youtu"
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
@@ -57,7 +59,8 @@ WITH_TABLES = _types("biogpt codegen ctrl gpt2 gpt_bigcode gptj")
 """Decoders that look positions up in a table, of config.max_position_embeddings."""
 
 HYBRIDS = _types(
-    "jamba lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
+    "jamba lara_mini lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text "
+    "qwen3_next zaya"
 )
 """Decoders some of whose layers mix positions by convolutions or recurrences: on one process."""
 
@@ -67,9 +70,9 @@ others run over borders."""
 
 ON_ONE_PROCESS = HYBRIDS | _types(
     "albert bert bert-generation camembert data2vec-text distilbert electra ernie esm esmc "
-    "eurobert glm4v_text gte jina_embeddings_v3 nomic_bert qwen2_5_vl_text qwen2_vl_text "
-    "qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert xlm-roberta "
-    "xlm-roberta-xl modernbert neomme ultrabert embedding_gemma2"
+    "eurobert glm4v_text gte jina_embeddings_v3 modernbert nomic_bert qwen2_5_vl_text "
+    "qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert "
+    "ultrabert xlm-roberta xlm-roberta-xl"
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
 
@@ -86,6 +89,12 @@ def kind_of(model: Any) -> str:
     classes = (x for x in type(model).__mro__ if x.__module__.startswith("transformers.models."))
     kind: str = getattr(getattr(next(classes, None), "config_class", None), "model_type", "")
     return kind if kind in DECODERS or kind in ON_ONE_PROCESS else ""
+
+
+def base_of(model: Any) -> Any:
+    """A model without its head; itself where it has none."""
+    base = model.base_model  # itself, too, where transformers has the name wrong (Llama4ForCausalLM)
+    return getattr(model, "model", model) if base is model else base
 
 
 def without_adapters(model: Any, ranks: int = 1) -> Any:

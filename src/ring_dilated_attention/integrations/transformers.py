@@ -261,6 +261,7 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -278,6 +279,7 @@ def attention_forward(
         dropout: must be 0.
         scaling: factor on the scores; None: head_dim ** -0.5.
         is_causal: whether a query sees only keys at positions <= its own.
+        sliding_window: None, unless the mask has a window; which counts.
         s_aux: attention sinks, (heads,).
         softcap: bound of the scores.
         kwargs: the `Call`; what means nothing to attention; or None.
@@ -301,7 +303,6 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    width = given.pop("sliding_window", None)  # of the mask too
     plain = Mask(bool(causal))
     mask = plain if attention_mask is None else attention_mask
     why = ""
@@ -314,8 +315,8 @@ def attention_forward(
             f"{plain} where the layer has is_causal={causal}; got "
             f"{mask if isinstance(mask, Mask) else f'a {type(mask).__name__}'}"
         )
-    elif width is not None and not isinstance(mask.length, Window):
-        why = f"the layer has sliding_window={width} and a mask without a window, {mask}"
+    elif sliding_window is not None and not isinstance(mask.length, Window):
+        why = f"the layer has sliding_window={sliding_window} and a mask without a window, {mask}"
     elif dropout:
         why = (
             "attention dropout is refused until it is exact and reproducible across ranks; set it "

@@ -50,6 +50,8 @@ BACKENDS = {
 """Of ``--backend all``. On a CPU Triton's interpreter is slow, and takes one thread: name it."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SCALES = (-0.7, 0.0, 1e-3, 2.0, -1e-40)
+CAPPED = ("auto", "fa4", "eager")
+"""Back ends that compute a softcap."""
 PATTERNS = (  # on CUDA
     DilatedPattern.dense(),
     DilatedPattern([16, None], [1, 3]),
@@ -120,8 +122,11 @@ def draw(seed: int, among: Choices) -> Case:
         members = random.randint(1, 3)
     branch_gradients = random.choice(["exact", "exact", "detached"])
     loss_of = random.choice([("out",), ("out",), ("out", "lse"), ("lse",)])
-    if branch_gradients == "detached" and pattern.mixes_branches:
+    is_mixed = branch_gradients == "detached" and pattern.mixes_branches
+    if is_mixed:
         loss_of = ("out",)  # there is no gradient of lse
+    has_sink = random.random() < 0.3 and not is_mixed
+    softcap = random.choice([None, None, 0.5, 3.0, 50.0]) if backend in CAPPED else None
     if random.random() < 0.2:  # those of one rank of tensor parallelism
         start = random.randint(0, 5)
         stop = start + num_kv_heads
@@ -147,6 +152,8 @@ def draw(seed: int, among: Choices) -> Case:
         **draw_packing(random, length, batch, is_small=is_small),
         branch_gradients=branch_gradients,
         loss_of=loss_of,
+        softcap=softcap,
+        has_sink=has_sink,
     )
 
 

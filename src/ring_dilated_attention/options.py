@@ -48,9 +48,8 @@ class AttentionOptions:
     Args:
         is_causal: whether a query sees only keys at positions <= its own. Default False.
         scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
-        softcap: c > 0, up to ``2**64``, of capped scores: a score s, which `scale` is part of, becomes
-            ``c * tanh(s / c)`` (Gemma 2). Computed by the back ends ``"fa4"`` and ``"eager"``. None,
-            the default: scores are not capped.
+        softcap: c, between ``2**-64`` and ``2**64``: a score s, scaled, becomes ``c * tanh(s / c)``
+            (Gemma 2), by the back ends ``"fa4"`` and ``"eager"``. None, the default: it does not.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None if this process holds the whole sequence.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.

@@ -217,6 +217,68 @@ def test_tiles_in_any_layout_one_after_another(backend):
                     assert relative_error(a, b) < rounding_bound(q.dtype), what
 
 
+def scored_cases(backend, dtype):
+    """Softcap, windows, sinks, and all at once; with ranks, tiles of halos: Lq is not Lk."""
+    windows = (DilatedPattern([(70, 0)], [1]), DilatedPattern([(33, 20), None], [2, 3]))
+    patterns = (DilatedPattern.dense(), DilatedPattern([48, None], [1, 3]), *windows)
+    sizes = [(257, 64, 1), (331, 128, 3), (61, 48, 2)]
+    numbered = enumerate(product(sizes, patterns, (None, 0.6, 30.0)))
+    for number, ((length, head_dim, ranks), pattern, softcap) in numbered:
+        yield case_of(
+            length,
+            world_size=ranks,
+            pattern=pattern,
+            num_kv_heads=(4, 2)[number % 2],
+            head_dim=head_dim,
+            batch=1 + number % 2,
+            is_causal=number % 3 > 0,
+            dtype=dtype,
+            backend=backend,
+            seed=number,
+            softcap=softcap,
+            has_sink=number % 4 > 0,
+            loss_of=(("out",), ("out", "lse"))[number % 5 == 0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("fa4", torch.bfloat16), ("fa4", torch.float16), ("auto", torch.float32)],
+)
+def test_softcap_windows_and_sinks_on_one_gpu(backend, dtype):
+    skip_if_refused(backend, dtype, 64)
+    cases = [*scored_cases(backend, dtype)]
+    outcomes = [run_here(case.layout.world_size, [case])[0] for case in cases]
+    assert not failures(cases, outcomes)
+
+
+@pytest.mark.parametrize("is_causal", BOTH)
+@pytest.mark.parametrize("band", [None, (-40, 7), (-90, -13)])
+@pytest.mark.parametrize("softcap", [0.6, 30.0])
+def test_tiles_of_flash_attention_4_with_a_softcap(softcap, band, is_causal):
+    """Tiles of other lengths than 128, of as many keys or more, against float64."""
+    skip_if_refused("fa4", torch.bfloat16, 64)
+    tile = backend_named("fa4")
+    for queries, keys in ((157, 157), (77, 201)):
+        if band is not None and (is_causal or band[0] < 0 and keys > queries):
+            continue  # every key of a tile is in its band
+        if is_causal and queries != keys:
+            continue
+        q, dout = torch.randn(2, 2, queries, 4, 64, device="cuda").bfloat16().transpose(2, 3)
+        k, v = torch.randn(2, 2, keys, 4, 64, device="cuda").bfloat16().transpose(2, 3)
+        exact = TileInputs(q.double(), k.double(), v.double(), is_causal, 0.3)
+        exact = exact._replace(band=band, softcap=softcap)
+        out, lse = EAGER.forward(exact)
+        want = EAGER.backward(exact, TileGradients(dout.double(), out, lse))
+        views = [x.transpose(1, 2) for x in (q, k, v)]
+        inputs = TileInputs(*views, is_causal, 0.3, band=band, softcap=softcap)
+        got_out, got_lse = tile.forward(inputs)
+        merged = TileGradients(dout.transpose(1, 2), out.bfloat16().transpose(1, 2), lse.float())
+        got = tile.backward(inputs, merged)
+        for a, b in zip((got_out, got_lse, *got), (out, lse, *want), strict=True):
+            assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
 # Both sides of each block size of the kernels, the sizes that models have, and 112, which
 # flash-attn-4 pads as it does 48 and 80.
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 48, 64, 80, 96, 112, 128, 136, 192, 256])

@@ -106,14 +106,16 @@ def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     tensors = leaves(21, kv_heads=kv_heads, dtype=dtype)
     measured = torch.tensor([21, 8]) if options.zero_keys else None
     borders = torch.tensor([0, 5, 21]) if options.zero_keys else None
-    opcheck(FORWARD, (*tensors, measured, borders, *options))
+    sink = torch.ones(4, requires_grad=True) if options.zero_keys else None
+    opcheck(FORWARD, (*tensors, sink, measured, borders, *options))
     inputs = [x.detach() for x in tensors]
-    out, lse, identity, _ = FORWARD(*inputs, measured, borders, *options)
+    sink = None if sink is None else sink.detach()
+    out, lse, identity, _ = FORWARD(*inputs, sink, measured, borders, *options)
     for dlse in (None, torch.ones_like(lse)):
-        given = torch.ones_like(out), dlse, *inputs, out, lse, identity, measured, borders
+        given = torch.ones_like(out), dlse, *inputs, out, lse, identity, sink, measured, borders
         opcheck(BACKWARD, (*given, *options))
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
-    opcheck(FORWARD, (*inputs, measured, borders, *options))
+    opcheck(FORWARD, (*inputs, sink, measured, borders, *options))
 
 
 def test_the_operator_of_masks_is_what_torch_expects():
@@ -396,7 +398,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
         agree("LongNet", ends, {}, None, torch.device("cpu"))
         options = DENSE._replace(group=group_name(ends))
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            BACKWARD(tensor, None, *[tensor] * 6, None, None, *options)
+            BACKWARD(tensor, None, *[tensor] * 6, None, None, None, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, cuda))

@@ -84,7 +84,8 @@ _KINDS = {
 
 INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
-_OPTIONS = ("is_causal", "scale", "softcap", "documents", "branch_gradients")  # those of the reference, too
+# Those of the reference, too.
+_OPTIONS = ("is_causal", "scale", "softcap", "documents", "branch_gradients")
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import kernels
-from ..engine import kernels_on, merge_
+from ..engine import kernels_on, merge_, merge_sink
 from ..exchange import Exchange, all_gather, refuse_capture, together, untraced
 from ..functional import autocast_inputs
 from ..options import check_options
@@ -26,7 +26,7 @@ from ..tiles import (
     select_backend,
     table_refusal,
 )
-from ..torch_op import refuse_tangents, validate_tensors
+from ..torch_op import refuse_tangents, validate_sink, validate_tensors
 from .cache import DilatedKVCache, runs_of_slots
 
 _NAME = "cached_attention"
@@ -69,6 +69,8 @@ def cached_attention(
     cache: DilatedKVCache,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
     backend: Backend = "auto",
     return_lse: bool = False,
     step: Step | None = None,
@@ -88,6 +90,10 @@ def cached_attention(
         value: like `key`.
         cache: of this layer.
         scale: factor on the scores; None: head_dim ** -0.5.
+        softcap: of the scores, as in `AttentionOptions`; the decoding kernel has none. None, the
+            default: they are not capped.
+        sink: (heads,), scores of one more key of each head, of value 0, as in `dilated_attention`;
+            None: there is none.
         backend: ``"auto"``, the default, takes the decoding kernel on GPUs where that can compute
             the call, otherwise the fastest kernels that support the tensors. ``"triton"`` takes the
             decoding kernel or raises; ``"sdpa"``, ``"fa4"``, ``"cpu_flash"``, ``"cudnn"``,
@@ -98,8 +104,8 @@ def cached_attention(
     Returns:
         out (batch, m, heads, head_dim) in the dtype of the inputs; with `return_lse` also lse
         (batch, heads, m), natural logarithm, float32 (float64 for float64 inputs). A position that
-        no branch of a head covers gets output 0 and lse -inf. Under autocast the inputs are cast
-        as they are for `scaled_dot_product_attention`.
+        no branch of a head covers gets output 0 and lse -inf (or the sink). Under autocast the
+        inputs are cast as they are for `scaled_dot_product_attention`.
 
     Raises:
         TypeError, ValueError: an argument is not allowed, or ranks that share the rows disagree
@@ -119,34 +125,50 @@ def cached_attention(
     """
     if not isinstance(cache, DilatedKVCache):
         raise TypeError(f"cache must be a DilatedKVCache, got {in_brief(cache)}")
-    options = {"scale": scale, "backend": backend, "return_lse": return_lse}
-    out, lse = _call((query, key, value), cache, step or Step(), options)
+    options = {"scale": scale, "softcap": softcap, "backend": backend, "return_lse": return_lse}
+    out, lse = _call((query, key, value), sink, cache, step or Step(), options)
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 
 @untraced  # lengths change in every call
-def _call(tensors: _Tensors, cache: DilatedKVCache, step: Step, options: dict[str, Any]) -> _Result:
+def _call(
+    tensors: _Tensors,
+    sink: torch.Tensor | None,
+    cache: DilatedKVCache,
+    step: Step,
+    options: dict[str, Any],
+) -> _Result:
     """Check, agree with the ranks that share the rows, attend, and merge what each has found."""
     query, key, value = autocast_inputs(*tensors)
     tensors, ends = (query, key, value), cache.exchange
     if not cache.is_sharded:
-        out, lse = _of_rank(tensors, cache, step, _check(tensors, cache, options), options)
-        return out.to(query.dtype), lse
+        selection = _check(tensors, sink, cache, options)
+        out, lse = _of_rank(tensors, cache, step, selection, options)
+        return _with_sink(sink, out, lse, query.dtype)
     refuse_capture(_NAME, ends, cache.keys.device)
     with ends.calls.enter(_NAME, "forward") as scope:
         with together(scope, ends, cache.keys.device) as agreed:
-            selection = _check(tensors, cache, options)
+            selection = _check(tensors, sink, cache, options)
             words = {
                 "cache": cache.described,
                 "query": str(tuple(query.shape)),
                 "scale": options["scale"],
+                "softcap": options["softcap"],
                 "backend": options["backend"],
                 "lengths": str(cache.known_lengths),
             }
             agreed.on(words)
         out, lse = _of_rank(tensors, cache, step, selection, options)
-        out, lse = merged_over_ranks(ends, out, lse)
-        return out.to(query.dtype), lse
+        return _with_sink(sink, *merged_over_ranks(ends, out, lse), query.dtype)
+
+
+def _with_sink(
+    sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype
+) -> _Result:
+    if sink is not None:
+        with torch.no_grad(), kernels_on(out.device):
+            merge_sink(sink, out, lse.transpose(1, 2))
+    return out.to(dtype), lse
 
 
 def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _Result:
@@ -164,29 +186,34 @@ def merged_over_ranks(ends: Exchange, out: torch.Tensor, lse: torch.Tensor) -> _
     return out, lse
 
 
-def _check(tensors: _Tensors, cache: DilatedKVCache, options: dict[str, Any]) -> Selection | None:
+def _check(
+    tensors: _Tensors, sink: torch.Tensor | None, cache: DilatedKVCache, options: dict[str, Any]
+) -> Selection | None:
     """The back end of the tiles; None: the decoding kernels. Raise unless all is allowed."""
     query, key, value = tensors
     backend = options["backend"]
     check_options(**options)
     validate_tensors(query, key, value)
     refuse_tangents(_NAME, query, key, value)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if sink is not None:
+        validate_sink(sink, query)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, sink) if x is not None):
         raise RuntimeError(
             f"{_NAME} has no gradient, and an input requires one: call it under torch.no_grad() or "
             "torch.inference_mode(), and train with dilated_attention"
         )
     cache.check_new(key, value)
     kind = backend, query.device, query.dtype
-    if kernel_computes(*kind, query.shape[1], query.shape[3]):
+    capped = options["softcap"] is not None
+    if not capped and kernel_computes(*kind, query.shape[1], query.shape[3]):
         return None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{_NAME} of {query.shape[1]} new positions in {query.dtype} with "
-            f"backend={backend!r} reads positions on the host, and a CUDA graph would "
-            "repeat these: only the decoding kernels read them on the device"
+            f"backend={backend!r}, softcap={options['softcap']} reads positions on the host, and "
+            "a CUDA graph would repeat these: only the decoding kernels read them on the device"
         )
-    return select_backend(*kind, query.shape[3])
+    return select_backend(*kind, query.shape[3], softcap=capped)
 
 
 def kernel_computes(
@@ -228,7 +255,7 @@ def _of_rank(
     if selection is None:
         return attend_by_kernel(tensors, cache, scale, step)
     with torch.no_grad():
-        return _by_tiles(tensors, cache, selection, scale)
+        return _by_tiles(tensors, cache, selection, scale, options["softcap"])
 
 
 def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, step: Step) -> _Result:
@@ -260,7 +287,11 @@ def attend_by_kernel(tensors: _Tensors, cache: DilatedKVCache, scale: float, ste
 
 
 def _by_tiles(
-    tensors: _Tensors, cache: DilatedKVCache, selection: Selection, scale: float
+    tensors: _Tensors,
+    cache: DilatedKVCache,
+    selection: Selection,
+    scale: float,
+    softcap: float | None,
 ) -> _Result:
     """Attend by tiles: out and lse in float32 or float64."""
     query, key, value = tensors
@@ -281,7 +312,8 @@ def _by_tiles(
             if not (selection.reads(k) and selection.reads(v)):
                 k, v = k.contiguous(), v.contiguous()
         q_bhnd, k, v = selection.backend.ordered(q_bhnd, k, v)
-        found = selection.backend.forward(TileInputs(q_bhnd, k, v, causal, scale))
+        tile = TileInputs(q_bhnd, k, v, causal, scale, softcap=softcap)
+        found = selection.backend.forward(tile)
         if causal:  # (batch, heads * group, m, ...) to (batch, m, heads, group, ...)
             parts = [x.reshape(len(x), -1, group, *x.shape[2:]).movedim(3, 1) for x in found]
         else:  # (batch, heads, m * group, ...)

@@ -22,6 +22,7 @@ from ..engine import (
     TileCall,
     compute,
     kernels_on,
+    merge_sink,
     merge_zero_keys,
     readable,
     readable_in_backward,
@@ -42,7 +43,13 @@ from ..pattern import DilatedPattern
 from ..plan import AttentionPlan, cache
 from ..resolve import FlatOptions, flat_options, plan_rows, shared_words
 from ..tiles import accumulate_dtype, select_backend
-from ..torch_op import apply_function, once_differentiable, refuse_tangents, validate_tensors
+from ..torch_op import (
+    apply_function,
+    once_differentiable,
+    refuse_tangents,
+    validate_sink,
+    validate_tensors,
+)
 from .attend import kernel_computes, merged_over_ranks
 
 if TYPE_CHECKING:
@@ -65,6 +72,7 @@ class _Call(NamedTuple):
         exchange: this rank's end of the group.
         returns_dquery: whether backward computes the gradient of the query.
         number: of the call among those of its group.
+        sink: (heads,), or None.
     """
 
     planned: tuple[tuple[slice, AttentionPlan], ...]
@@ -74,6 +82,7 @@ class _Call(NamedTuple):
     exchange: Exchange
     returns_dquery: bool
     number: int
+    sink: torch.Tensor | None
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):
@@ -87,6 +96,7 @@ class ReplicatedQueryAttention(torch.autograd.Function):
         gather  (O_i, L_i) of every rank: p m B H (D + 1) elements              [float32]
         merge   in rank order: L = logaddexp(L, L_i); O = O e^(L_old-L) + O_i e^(L_i-L)   [float32]
         zeros   m zero keys, where the pattern has them: a tile with O_t = 0 and L_t = log m
+        sink    with a sink S (H,): a tile with O_t = 0 and L_t = S
     Saved: Q, K_i, V_i, O, L.
 
     Backward, given dO, with delta = rowsum(dO * O):
@@ -137,6 +147,7 @@ def replicated_query_attention(
     *,
     documents: Integers | None = None,
     lengths: Integers | None = None,
+    sink: torch.Tensor | None = None,
     return_lse: bool = False,
     **fields: Unpack[OptionFields],
 ) -> Any:  # out; (out, lse) with return_lse
@@ -169,11 +180,13 @@ def replicated_query_attention(
         lengths: (batch,) ints, or a tensor: row b of the batch holds that many valid positions of
             the whole sequence, 0 to n, and padding behind them, which no query sees and whose
             queries get output 0, lse -inf and gradient 0. None: no padding.
+        sink: (heads,), scores of one more key of each head, of value 0, as in `dilated_attention`,
+            the same on every rank; a constant: it has no gradient here. None: there is none.
         return_lse: whether to return the lse too. Default False.
-        fields: fields of `AttentionOptions` by name: `is_causal`, `scale`, `group` or `mesh` (the
-            ranks that share the keys), `layout` (which rank holds which keys), `backend`,
-            `workspace`, `head_slice`. `exchange` and `branch_gradients` are refused: keys do not
-            travel, and gradients are exact.
+        fields: fields of `AttentionOptions` by name: `is_causal`, `scale`, `softcap`, `group` or
+            `mesh` (the ranks that share the keys), `layout` (which rank holds which keys),
+            `backend`, `workspace`, `head_slice`. `exchange` and `branch_gradients` are refused:
+            keys do not travel, and gradients are exact.
 
     Returns:
         out (batch, m, heads, head_dim) in the dtype of the inputs, equal on every rank; with
@@ -188,7 +201,8 @@ def replicated_query_attention(
         ExchangeError: a rank is missing, has failed in the middle of a call, or makes another call
             than the rest.
         NotImplementedError: an input has a tangent: there is no forward-mode derivative.
-        RuntimeError: a CUDA graph is being captured, and there are several ranks.
+        RuntimeError: a CUDA graph is being captured, and there are several ranks; or the sink
+            requires a gradient.
 
     Examples:
         Decode one token: it stands at the last position, where its key and value are already in the
@@ -201,13 +215,17 @@ def replicated_query_attention(
         torch.Size([1, 1, 8, 16])
     """
     given = {"documents": documents, "lengths": lengths, "return_lse": return_lse, **fields}
-    out, lse = _attend((query, key, value), pattern, positions, given)
+    out, lse = _attend((query, key, value), sink, pattern, positions, given)
     return (out, lse) if return_lse else out
 
 
 @untraced
 def _attend(
-    tensors: _Tensors, pattern: DilatedPattern, positions: range | int, given: dict[str, Any]
+    tensors: _Tensors,
+    sink: torch.Tensor | None,
+    pattern: DilatedPattern,
+    positions: range | int,
+    given: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validate, plan, agree, run; `given` are the other arguments."""
     # Taken out of the options: nothing is looked up by the group's name.
@@ -220,7 +238,14 @@ def _attend(
         with together(scope, ends, device) as agreed:
             options = _options((query, key, value), pattern, **given)
             positions = _consecutive(positions, query.shape[1])
-            call = _plan(options, query, key, positions, ends, scope.call.number)
+            if sink is not None:
+                validate_sink(sink, query)
+                if torch.is_grad_enabled() and sink.requires_grad:
+                    raise RuntimeError(
+                        f"{_NAME} has no gradient of a sink: pass sink.detach(), or train with "
+                        "dilated_attention"
+                    )
+            call = _plan(options, query, key, positions, ends, scope.call.number, sink)
             words = {
                 "positions": str(positions),
                 "query needs a gradient": str(call.returns_dquery),
@@ -267,6 +292,7 @@ def _plan(
     positions: range,
     ends: Exchange,
     number: int,
+    sink: torch.Tensor | None,
 ) -> _Call:
     """This rank's part."""
     batch, _, num_heads, head_dim = query.shape
@@ -279,15 +305,18 @@ def _plan(
         )
     shape = (batch, key.shape[1], num_heads, head_dim)
     scale = head_dim**-0.5 if options.scale is None else options.scale
-    selection = select_backend(*kind, head_dim)
+    capped = options.softcap is not None
+    selection = select_backend(*kind, head_dim, softcap=capped)
+    size = batch, num_heads // num_kv_heads
     return _Call(
         tuple(plan_rows(options, shape, ends.world_size)),
         positions,
-        TileCall(selection, scale, batch, num_heads // num_kv_heads, options.workspace),
-        kernel_computes(*kind, len(positions), head_dim),
+        TileCall(selection, scale, *size, options.workspace, softcap=options.softcap),
+        not capped and kernel_computes(*kind, len(positions), head_dim),
         ends,
         torch.is_grad_enabled() and query.requires_grad,
         number,
+        sink,
     )
 
 
@@ -344,6 +373,8 @@ def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor
         for rows, plan in call.planned:
             zero_keys = cache.replicated_zero_keys(plan, call.positions)
             merge_zero_keys(zero_keys, out[rows], lse[rows], call.tiles.heads_per_kv)
+        if call.sink is not None:
+            merge_sink(call.sink, out, lse.transpose(1, 2))
     return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 

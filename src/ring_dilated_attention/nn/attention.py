@@ -184,6 +184,8 @@ class MultiheadDilatedAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         documents: Integers | None = None,
         lengths: Integers | None = None,
+        sink: Tensor | None = None,
+        softcap: float | None = None,
         rope: Callable[[Tensor], Tensor] | None = None,
         group: Group = None,
         mesh: Group = None,
@@ -212,6 +214,9 @@ class MultiheadDilatedAttention(nn.Module):
                 for `rope`.
             lengths: (batch,) ints, valid positions of each row, as in `dilated_attention`. None: no
                 padding.
+            sink: (heads,), scores of one more key of each head, of value 0, as in
+                `dilated_attention`. None: there is none.
+            softcap: of the scores, as in `AttentionOptions`. None: they are not capped.
             rope: applied to the projected query and key, shape (batch, local_sequence, heads or
                 kv_heads, head_dim), and returns that shape; a `Rotation` is one.
             group: the ranks that share each sequence: a ProcessGroup, a 1-D DeviceMesh, or None
@@ -261,6 +266,7 @@ class MultiheadDilatedAttention(nn.Module):
             options |= padding(self, key_padding_mask, q_bnhd, layout, group)
         else:
             options |= {"lengths": lengths, "key_padding_mask": key_padding_mask}
+        options |= {"sink": sink, "softcap": softcap}
         return self.combine(self.attend(q_bnhd, k_bnhd, v_bnhd, **options)), None
 
     # The three parts of forward: the first and the last treat every row alone.
@@ -374,6 +380,7 @@ class DilatedAttention(nn.Module):
         documents: Integers | None = None,
         lengths: Integers | None = None,
         key_padding_mask: Tensor | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Attend: `dilated_attention` explains the arguments, and what is raised.
 
@@ -389,6 +396,7 @@ class DilatedAttention(nn.Module):
             documents=documents,
             lengths=lengths,
             key_padding_mask=key_padding_mask,
+            sink=sink,
         )
 
     def extra_repr(self) -> str:

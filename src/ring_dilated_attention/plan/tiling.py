@@ -226,7 +226,9 @@ class Tiling:
         if not runs:
             return None, first_slots
         # Only entries of different branches can share rows, or those of a window.
-        shares = len({each[0] for each in entries}) > 1 or any(x[0].window for x in entries.values())
+        shares = len({each[0] for each in entries}) > 1 or any(
+            x[0].window for x in entries.values()
+        )
         distinct = sum(map(union_size, by_head.values())) if shares else slots
         return Message(sender, receiver, tuple(runs), slots, distinct), first_slots
 

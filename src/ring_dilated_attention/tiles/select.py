@@ -139,7 +139,6 @@ class Selection:
         return self.backend is not None and self.backend.wants_one_layout
 
 
-
 def _lacks(backend: TileBackend | None, bands: bool, softcap: bool) -> str | None:
     """What a back end (None: the table-driven kernel) does not compute of what is asked for."""
     if bands and not (backend and backend.takes_bands):

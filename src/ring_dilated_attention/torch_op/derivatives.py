@@ -100,8 +100,8 @@ def implement(
         run: computes it on any device, below autograd. torch.compile never traces it.
         fake: returns empty tensors like the results.
         function: the derivative, if tensors among the first four inputs have gradients; has a
-            `setup_context`, and `below_autograd` as its forward. (`torch.library.register_autograd` takes 30 us more
-            a call.)
+            `setup_context`, and `below_autograd` as its forward.
+            (`torch.library.register_autograd` takes 30 us more a call.)
         name: of the function in messages.
     """
     registered = operator._schema.name.partition("::")[2]

@@ -139,9 +139,9 @@ FORWARD = define(
 query, lse (batch, heads, local_sequence), both contiguous; identity int64 () on the CPU, the number
 of the call among those of its group, (0,) without a group; of_heads is empty, or what backward
 needs of an all-to-all by heads: all rows of this rank's heads of query, key and value, (rows,
-batch, heads, head_dim), and their out and lse. measured and borders are None, or integers (1-D, on the CPU) that
-are not known while a graph is traced: in place of the options lengths and documents. The
-other arguments are those that `dilated_attention` has validated."""
+batch, heads, head_dim), and their out and lse. measured and borders are None, or integers (1-D, on
+the CPU) that are not known while a graph is traced: in place of the options lengths and documents.
+The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = define(
     _library,
     "backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, "

@@ -290,7 +290,7 @@ def attended(
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
             found: torch.Tensor = cached_attention(
-                query, key, value, kv, **{k: v for k, v in scores._asdict().items() if v is not None}, backend=options.backend
+                query, key, value, kv, **scores._asdict(), backend=options.backend
             )
             return found
     out = dilated_attention(

@@ -49,8 +49,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
     **{"vocab_size": 97, "num_experts_per_tok": 2, "rotary_dim": 4},
     **{"attn_layer_period": 2, "attn_layer_offset": 1},  # of hybrids
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), 8),
-    **{"use_sliding_window": True, "max_window_layers": 2, "sliding_window_pattern": 2},
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
+    **{"local_attention": 16, "use_sliding_window": True, "max_window_layers": 2},
     **{"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "n_shared_experts": 1},
     **{"no_rope_layer_interval": 2, "global_attn_every_n_layers": 2, "floor_scale": 8},
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "n_group": 1, "topk_group": 1},
@@ -159,7 +159,9 @@ class Comparison:
         self.mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORT]])).long()
         self.batch = {"input_ids": tokens * self.mask, "attention_mask": self.mask}
         shape = *tokens.shape, SIZES["vocab_size"]
-        self.weights = torch.randn(shape, dtype=torch.float64, generator=generator) * self.mask[:, :, None]
+        self.weights = (
+            torch.randn(shape, dtype=torch.float64, generator=generator) * self.mask[:, :, None]
+        )
         self._model = model
         self._want = run(copy.deepcopy(model), self.batch, self.weights)
         if self._want.logits.isnan().any():  # of eager attention, where a window is all padding
@@ -259,7 +261,7 @@ def outcome_of(kind: str, head: Any) -> Outcome:
 
 def in_a_line(error: Exception) -> str:
     """An error, short."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:400]
 
 
 def too_long(*_: Any) -> None:

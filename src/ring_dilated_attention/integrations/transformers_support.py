@@ -60,7 +60,7 @@ WITH_TABLES = _types("biogpt codegen ctrl gpt2 gpt_bigcode gptj")
 
 HYBRIDS = _types(
     "jamba lara_mini lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text "
-    "qwen3_next zaya"
+    "qwen3_next recurrent_gemma zaya"
 )
 """Decoders some of whose layers mix positions by convolutions or recurrences: on one process."""
 
@@ -75,6 +75,13 @@ ON_ONE_PROCESS = HYBRIDS | _types(
     "ultrabert xlm-roberta xlm-roberta-xl"
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
+
+REFUSED = {
+    "an indexer chooses its keys": _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
+    "it has biases in its scores": _types("bloom inkling_text inkling2_text mpt t5"),
+    "it computes its masks": _types("doge"),
+}
+"""Models that have what no pattern has."""
 
 HEADS = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of models whose heads treat every token alone and learn the next one."""
@@ -93,7 +100,9 @@ def kind_of(model: Any) -> str:
 
 def base_of(model: Any) -> Any:
     """A model without its head; itself where it has none."""
-    base = model.base_model  # itself, too, where transformers has the name wrong (Llama4ForCausalLM)
+    base = (
+        model.base_model
+    )  # itself, too, where transformers has the name wrong (Llama4ForCausalLM)
     return getattr(model, "model", model) if base is model else base
 
 
@@ -143,7 +152,9 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
     """
     kind, name = kind_of(base), type(model).__name__
     if not kind:
-        got = f"{getattr(model.config, 'model_type', None)!r}"
+        found = getattr(base.config, "model_type", None)
+        reasons = [f" ({reason})" for reason, kinds in REFUSED.items() if found in kinds]
+        got = f"{found!r}{''.join(reasons)}"
         why = (
             "a model must be of a type that it was tested with, see DECODERS and ON_ONE_PROCESS in "
             "integrations/transformers_support.py; of a model of images and text, give it the "

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from ring_dilated_attention.checks import (
     run_case,
 )
 from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.pattern import Length, Window
 from ring_dilated_attention.tiles import select_backend
 
 BACKENDS = {
@@ -58,6 +59,13 @@ PATTERNS = (  # on CUDA
     DilatedPattern([5, 24, None], [2, 3, 4], head_offsets="blocked", zero_keys=True),
     DilatedPattern([9, 40], [1, 2], head_branches="split"),
 )
+WINDOWS = (
+    DilatedPattern.window(7),
+    DilatedPattern([Window(9, 5), None], [1, 3]),
+    DilatedPattern([Window(12), 16], [2, 1]),
+)
+NO_WINDOWS = ("triton", "cudnn", "efficient")
+"""Back ends that do not compute them."""
 HUNG = 300
 """Seconds after which a call is taken to hang: the process prints where it is, and exits."""
 REPORT = 30
@@ -109,7 +117,11 @@ def draw(seed: int, among: Choices) -> Case:
     if backend == "triton" and among.device == "cpu":
         most = least  # the interpreter does not take threads
     world_size = random.randint(least, most)
-    pattern = random.choice(PATTERNS) if is_small else draw_pattern(random)
+    windows = backend not in NO_WINDOWS
+    if is_small:
+        pattern = random.choice(PATTERNS + WINDOWS * windows)
+    else:
+        pattern = draw_pattern(random, windows=windows)
     if is_small:
         # cuDNN plans each shape of a tile, which takes it longer than all else.
         length = 24 if backend == "cudnn" else random.choice([24, 47])
@@ -157,12 +169,12 @@ def draw(seed: int, among: Choices) -> Case:
     )
 
 
-def draw_pattern(random: Random) -> DilatedPattern:
+def draw_pattern(random: Random, *, windows: bool) -> DilatedPattern:
     """Any branches and options."""
-    branches = [
-        (random.choice([None, random.randint(1, 70)]), random.randint(1, 9))
-        for _ in range(random.randint(1, 4))
-    ]
+    kinds: list[Callable[[], Length]] = [lambda: None, lambda: random.randint(1, 70)]
+    if windows:
+        kinds.append(lambda: Window(random.randint(0, 40), random.choice([0, 0, 7, 40])))
+    branches = [(random.choice(kinds)(), random.randint(1, 9)) for _ in range(random.randint(1, 4))]
     options: dict[str, Any] = random.choice(
         [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}]
     )

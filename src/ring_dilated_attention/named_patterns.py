@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .pattern import DilatedPattern, HeadOffsets, check_choice
+from .pattern import DilatedPattern, HeadOffsets, Length, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def named(name: str, length: int | None = None) -> NamedPattern:
 
 def given_pattern(
     name: str | None,
-    segment_lengths: Sequence[int | None] | None,
+    segment_lengths: Sequence[Length] | None,
     dilation_rates: Sequence[int] | None,
     *,
     seq_len: int,

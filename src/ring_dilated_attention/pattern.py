@@ -35,7 +35,7 @@ class Window(NamedTuple):
         return f"window {self.left}" + f"+{self.right}" * bool(self.right)
 
 
-Length: TypeAlias = "int | Window | None"
+Length: TypeAlias = int | Window | None
 """Segments of that many positions; a window; or None: the whole document is one segment."""
 
 

@@ -144,8 +144,8 @@ class FlatOptions(NamedTuple):
     lengths: Sequence[int] = ()  # valid positions of each batch row; empty: all of all rows
     detached: bool = False  # whether backward takes the weights of branches for constants
     head_slice: Sequence[int] = ()  # empty: the call has all heads
-    num_kv_heads: int = 0  # of the call
     windows: Sequence[int] = ()  # left, right of each window
+    num_kv_heads: int = 0  # of the call
     softcap: float | None = None
 
     def pattern(self) -> DilatedPattern:
@@ -214,8 +214,8 @@ def flat_options(
         lengths or (),
         options.branch_gradients == "detached" and pattern.mixes_branches,
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
-        num_kv_heads,
         [side for x in pattern.segment_lengths if isinstance(x, Window) for side in x],
+        num_kv_heads,
         None if options.softcap is None else float(options.softcap),
     )
 

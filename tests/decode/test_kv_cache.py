@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.strategies import patterns
+from support.strategies import cached_patterns
 
 from ring_dilated_attention import (
     DilatedKVCache,
@@ -12,6 +12,7 @@ from ring_dilated_attention import (
     cached_attention,
 )
 from ring_dilated_attention.checks import ViewKind, relative_error
+from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.plan import plan_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
@@ -21,6 +22,8 @@ WORLD_SIZES = (1, 2, 3, 5)
 def members_shown_later(pattern, branch, offset, length, horizon):
     """Positions before `length` that a later one can be shown, one by one."""
     segment, rate = pattern.branches[branch]
+    if isinstance(segment, Window):
+        return set(range(max(0, length - segment.left), length))
     segment = segment or horizon
     found = set()
     for key in range(length):
@@ -33,7 +36,7 @@ def members_shown_later(pattern, branch, offset, length, horizon):
 
 
 @settings(max_examples=300)
-@given(patterns(), st.integers(1, 6), st.integers(0, 150))
+@given(cached_patterns(), st.integers(1, 6), st.integers(0, 150))
 def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads, length):
     horizon = length + 80  # beyond: every offset comes by once more in each segment
     plan = plan_cache(pattern, heads, horizon if None in pattern.segment_lengths else None)
@@ -55,7 +58,7 @@ def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads,
 
 @settings(max_examples=300)
 @given(
-    st.integers(1, 40),
+    st.integers(1, 40) | st.integers(0, 40).map(Window),
     st.integers(1, 9),
     st.none() | st.integers(1, 120),
     st.integers(0, 40),
@@ -63,6 +66,7 @@ def test_the_plan_keeps_what_can_be_shown_later_and_nothing_else(pattern, heads,
     st.integers(0, 120),
 )
 def test_room_for_what_is_taken_back_shared_evenly(w, rate, max_length, rewind, shards, length):
+    rate = 1 if isinstance(w, Window) else rate
     plan = plan_cache(DilatedPattern([w], [rate]), rate, max_length, rewind, shards)
     length = length if max_length is None else min(length, max_length - 1)
     for branch in plan.branches:
@@ -81,14 +85,35 @@ def test_room_for_what_is_taken_back_shared_evenly(w, rate, max_length, rewind, 
             assert sorted(numbers) == list(most)
 
 
+@given(st.integers(0, 12), st.integers(0, 30), st.integers(1, 30), st.sampled_from(WORLD_SIZES))
+def test_new_positions_are_shown_each_row_of_their_windows_once(left, length, count, shards):
+    plan = plan_cache(DilatedPattern.window(left), 1, None, 0, shards)
+    (tile,) = plan.new_tiles(length, count)
+    found = []
+    for shard in range(shards):
+        own = plan.own_members(tile.kept, shard)
+        for queries, keys, band in plan.shown(tile, own, shard) if own else ():
+            rows, seen = range(count)[queries], own[keys]
+            low, high = band or (-len(rows), len(seen))
+            pairs = [(i, j) for i in range(len(rows)) for j in range(len(seen))]
+            pairs = [(i, j) for i, j in pairs if low <= j - i <= high]
+            assert [len(set(x)) for x in zip(*pairs, strict=True)] == [len(rows), len(seen)]
+            found += [(rows[i], seen[j] * shards + shard) for i, j in pairs]
+    near = range(max(0, length - left), length)
+    assert sorted(found) == [(i, k) for i in range(count) for k in near if length + i - k <= left]
+
+
 def test_the_closed_form_of_its_size():
     pattern = DilatedPattern([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     plan = plan_cache(pattern, 12, None)
-    assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if w)
+    assert plan.rows == 12 * sum(-(-w // r) for w, r in pattern.branches if isinstance(w, int))
     cache = DilatedKVCache(pattern, 3, 12, 64, dtype=torch.bfloat16)
     assert cache.nbytes == plan.nbytes(3, 64, 2) == 2 * 3 * plan.rows * 64 * 2
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84  # of 3 ranks
+    assert [plan_cache(DilatedPattern.window(9), 2, most, 3).rows for most in (None, 11)] == [26, 22]
+    with pytest.raises(ValueError, match="windows of dilation rate 1; got .window 9, 2.: give"):
+        plan_cache(DilatedPattern.window(9, dilation_rate=2), 1, None)
     # However many positions may be taken back: a document has no more members than these.
     short = DilatedPattern([10], [4])
     assert [plan_cache(short, 1, 35, rewind).rows for rewind in (0, 5, 35, 900)] == [3, 5, 11, 11]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.strategies import patterns
+from support.strategies import cached_patterns
 
 from ring_dilated_attention import (
     DilatedKVCache,
@@ -55,7 +55,7 @@ def prompts(draw):
     world_size, length = draw(st.sampled_from([2, 3, 5])), draw(st.integers(1, 80))
     kind = draw(st.sampled_from(["contiguous", "zigzag"]))
     return {
-        "pattern": draw(patterns()),
+        "pattern": draw(cached_patterns()),
         "kv_heads": draw(st.integers(1, 4)),
         "layout": SequenceLayout.named(kind, length, world_size, is_causal=True),
         "border": draw(st.integers(0, length - 1)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.strategies import patterns
+from support.strategies import cached_patterns
 from support.tolerances import assert_close_to
 
 from ring_dilated_attention import (
@@ -47,7 +47,7 @@ STEPS = st.one_of(
 
 @st.composite
 def runs(draw):
-    pattern, kv_heads = draw(patterns()), draw(st.integers(1, 3))
+    pattern, kv_heads = draw(cached_patterns()), draw(st.integers(1, 3))
     any_length = None not in pattern.segment_lengths and draw(st.booleans())
     return {
         "pattern": pattern,
@@ -128,9 +128,12 @@ class Run:
     def attend(self, count):
         both = key, value = self.new(count)
         query = self.randn(key.shape[0], count, self.case["heads"], HEAD_DIM)
-        got = cached_attention(
-            query, key, value, self.cache, return_lse=True, backend=self.case["backend"]
-        )
+        backend = self.case["backend"]
+        if backend == "triton" and count > 1 and self.cache.plan.has_windows:
+            with pytest.raises(ValueError, match="at most 1 new positions a call to a sliding win"):
+                cached_attention(query, key, value, self.cache, backend=backend)
+            backend = "auto"
+        got = cached_attention(query, key, value, self.cache, return_lse=True, backend=backend)
         self.model.append(both)
         self.results += got
         if self.ends.rank:
@@ -249,6 +252,32 @@ OF_STEPS: dict[str, Any] = {
         "max_rewind": 20,
         "world_size": 3,
         "steps": [("append", 17), ("attend", 20), ("rewind", 1.0)],
+    }
+)
+@example(  # a window longer than the prompt, and one of the position alone, on two ranks
+    {
+        **OF_STEPS,
+        "pattern": DilatedPattern([(9, 0), (0, 3), 6], [1, 1, 2]),
+        "heads": 6,
+        "max_length": None,
+        "max_rewind": 5,
+        "world_size": 2,
+        "steps": [
+            ("prefill", 4, "zigzag", None, None, None),
+            *(("attend", count) for count in (1, 4, 1, 23, 5)),
+            *[("rewind", 1.0), ("attend", 5), ("attend", 2), ("append", 11), ("attend", 7)],
+        ],
+    }
+)
+@example(  # a window that no document outgrows, until there is more room
+    {
+        **OF_STEPS,
+        "pattern": DilatedPattern.window(12),
+        "batch": 2,
+        "max_length": 10,
+        "max_rewind": 3,
+        "world_size": 3,
+        "steps": [("attend", 7), ("attend", 1), ("attend", 9), ("select", [1]), ("attend", 30)],
     }
 )
 def test_any_steps(case):

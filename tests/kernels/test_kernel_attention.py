@@ -291,8 +291,8 @@ def test_kernels_with_every_block_size(head_dim, dtype):
         tensors = random_inputs(
             1, segments * queries, heads, heads, head_dim, dtype, segments * keys
         )
-        rows = (Rows(0, length, 1, 0, length) for length in (queries, keys))
-        tile = Tile(0, range(heads), segments, is_causal, *rows)
+        of_queries, of_keys = (Rows(0, length, 1, 0, length) for length in (queries, keys))
+        tile = Tile(0, range(heads), segments, is_causal, of_queries, of_keys)
         kernels: list[Any] = ["forward", "dq", "dkdv"]
         configs = [
             default_config(each, head_dim, dtype, queries=queries, keys=keys) for each in kernels

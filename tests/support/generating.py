@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from support.strategies import patterns
+from support.strategies import cached_patterns
 
 VOCABULARY = 31
 WORLD_SIZES = (1, 2, 3, 5)
@@ -51,7 +51,7 @@ def generations(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = draw(st.none() | st.lists(st.integers(1, prompt), min_size=batch, max_size=batch))
     return {
-        "pattern": draw(patterns()),
+        "pattern": draw(cached_patterns()),
         "kv_heads": kv_heads,
         "heads": kv_heads * draw(st.integers(1, 2)),
         "batch": batch,

@@ -1,6 +1,7 @@
 """Hypothesis strategies for patterns, layouts and whole cases."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,17 +9,17 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern, HeadSlice, SequenceLayout
 from ring_dilated_attention.checks import Case, ViewKind
+from ring_dilated_attention.pattern import Window
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> DilatedPattern:
-    branches = draw(
-        st.lists(
-            st.tuples(st.none() | st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=4
-        )
-    )
+def patterns(draw: st.DrawFn, *, windows: bool = True) -> DilatedPattern:
+    lengths = st.none() | st.integers(1, 70)
+    if windows:
+        lengths |= st.builds(Window, st.integers(0, 40), st.integers(0, 20))
+    branches = draw(st.lists(st.tuples(lengths, st.integers(1, 9)), min_size=1, max_size=4))
     options: dict[str, Any] = draw(
         st.sampled_from(
             [{}, {"head_offsets": "blocked"}, {"head_branches": "split"}],
@@ -26,6 +27,16 @@ def patterns(draw: st.DrawFn) -> DilatedPattern:
     )
     options = {**options, "zero_keys": draw(st.booleans())}
     return DilatedPattern([w for w, _ in branches], [r for _, r in branches], **options)
+
+
+def cached_patterns() -> st.SearchStrategy[DilatedPattern]:
+    """Those that a KV cache takes: windows are not dilated."""
+
+    def cached(pattern: DilatedPattern) -> DilatedPattern:
+        rates = [1 if isinstance(x.segment_length, Window) else x[1] for x in pattern.branches]
+        return replace(pattern, dilation_rates=rates)
+
+    return patterns().map(cached)
 
 
 @st.composite

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import dilated_attention
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, Window
 from .result import OURS, Workload
 
 BASELINES = ("kernel", "torchscale", "sdpa", "context_parallel")
@@ -64,6 +64,8 @@ def make_contender(name: str, workload: Workload, place: Place) -> Contender:
     if (name == "context_parallel") != (place.ranks > 1):
         needs = "several ranks" if place.ranks == 1 else "one rank"
         raise ValueError(f"{name} runs on {needs}; got {place.ranks}")
+    if workload.pattern.has_windows and name != "sdpa":
+        raise ValueError(f"{name} takes no windows; got {workload.pattern}")
     if name == "kernel":
         return _kernel(workload, place)
     if name == "context_parallel":
@@ -103,7 +105,7 @@ def _kernel(workload: Workload, place: Place) -> Contender:
     shapes, pairs = [], 0
     for index, (segment_length, rate) in enumerate(workload.pattern.branches):
         kv_heads = len(workload.pattern.heads(index, workload.kv_heads))
-        if not kv_heads:
+        if not kv_heads or isinstance(segment_length, Window):  # these are refused
             continue
         w = workload.seq_len if segment_length is None else min(segment_length, workload.seq_len)
         segments, rows = workload.batch_size * (workload.seq_len // w), -(-w // rate)
@@ -183,6 +185,7 @@ def torchscale_attention(
         attend = aten._scaled_dot_product_flash_attention_for_cpu
     length, outs, lses = query.shape[1], [], []
     for segment_length, rate in pattern.branches:
+        assert not isinstance(segment_length, Window)
         w = length if segment_length is None else min(segment_length, length)
         q, k, v = (_gather(x, w, rate).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = attend(q, k, v, 0.0, is_causal)

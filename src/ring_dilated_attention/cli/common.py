@@ -19,6 +19,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..named_patterns import NamedPattern
+from ..pattern import Length, Window
 from ..units import parse_count
 
 if TYPE_CHECKING:
@@ -102,7 +103,11 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def _segment_length(text: str) -> int | None:
+def _segment_length(text: str) -> Length:
+    if text.startswith("w"):
+        sides = text[1:].split("+")
+        if len(sides) <= 2:
+            return Window(*map(integer(0, MOST_POSITIONS), sides))
     return None if text == "all" else integer(1, MOST_POSITIONS)(text)
 
 
@@ -154,8 +159,9 @@ _Devices: TypeAlias = Literal["auto", "cpu", "cuda"]
 PatternName = Annotated[_Names | None, option(
     "--pattern", "longnet (default), gigapath or longvit, as published; dense; or geometric: "
     "LongNet's series of segments until one spans --seq-len.", kind="NAME")]
-SegmentLengths = Annotated[Sequence[int | None] | None, option(
-    "--segment-lengths", "Instead of --pattern: one length per branch, as in 2048,16K,all.",
+SegmentLengths = Annotated[Sequence[Length] | None, option(
+    "--segment-lengths", "Instead of --pattern: one length per branch, as in 2048,16K,all; "
+    "w1023 is a window of 1,023 positions before each query, w64+64 also behind it.",
     list_of(_segment_length), "LIST")]
 DilationRates = Annotated[Sequence[int] | None, option(
     "--dilation-rates", "With --segment-lengths: one rate per branch, as in 1,4,16.",

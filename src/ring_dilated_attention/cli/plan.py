@@ -199,7 +199,7 @@ def closed_block(plan: AttentionPlan) -> int | None:
     Where a multiple of all segment lengths ends, so does a segment of every branch, and nothing
     passes that position in any number of layers.
     """
-    lengths = [x for x in plan.pattern.segment_lengths if x is not None]
+    lengths = [x for x in plan.pattern.segment_lengths if isinstance(x, int)]
     longest = max(stop - start for start, stop in pairwise(plan.documents))
     block = math.lcm(*lengths)
     is_closed = len(lengths) == len(plan.pattern.segment_lengths) and block < longest

@@ -3,7 +3,8 @@
 There are two ways to compute it. On GPUs the decoding kernels read positions on the device, and so
 can be captured in a CUDA graph. Elsewhere back ends of tiles do it: one tile for each branch,
 segment and offset, of the queries of one progression against the rows of it that came before, which
-lie side by side; new positions that share a segment see each other in another tile.
+lie side by side; new positions that share a segment see each other in another tile. Of a sliding
+window each position sees other rows: tiles compute that too, where there are several.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ def _check(
     cache.check_new(key, value)
     kind = backend, query.device, query.dtype
     capped = options["softcap"] is not None
-    if not capped and kernel_computes(*kind, query.shape[1], query.shape[3]):
+    count, bands = query.shape[1], query.shape[1] > 1 and cache.plan.has_windows
+    if not capped and kernel_computes(*kind, count, query.shape[3], bands=bands):
         return None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -213,27 +215,36 @@ def _check(
             f"backend={backend!r}, softcap={options['softcap']} reads positions on the host, and "
             "a CUDA graph would repeat these: only the decoding kernels read them on the device"
         )
-    return select_backend(*kind, query.shape[3], softcap=capped)
+    return select_backend(*kind, query.shape[3], bands=bands, softcap=capped)
 
 
 def kernel_computes(
-    backend: str, device: torch.device, dtype: torch.dtype, count: int, head_dim: int
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    count: int,
+    head_dim: int,
+    *,
+    bands: bool = False,
 ) -> bool:
     """Whether the decoding kernels compute a call of `count` queries.
+
+    `bands`: whether these see different rows of a window, which the kernels do not compute.
 
     Raises:
         ValueError: they are asked for, and cannot; or `backend` is unknown.
     """
+    most = 1 if bands else kernels.MOST_NEW_ROWS
     if backend == "triton":
         select_backend(backend, device, dtype, head_dim)
-        if count > kernels.MOST_NEW_ROWS:
+        if count > most:
             raise ValueError(
-                f"backend={backend!r} decodes at most {kernels.MOST_NEW_ROWS} new positions a "
-                f"call; got {count}: give fewer, or backend='auto'"
+                f"backend={backend!r} decodes at most {most} new positions a "
+                f"call{' to a sliding window' * bands}; got {count}: give fewer, or backend='auto'"
             )
         return True
     refused = device.type != "cuda" or table_refusal(device, dtype, head_dim) is not None
-    return backend == "auto" and not refused and count <= kernels.MOST_NEW_ROWS
+    return backend == "auto" and not refused and count <= most
 
 
 def steps_by_kernel(cache: DilatedKVCache, backend: str) -> bool:
@@ -300,11 +311,18 @@ def _by_tiles(
     out = torch.zeros(q_bnkgd.shape, dtype=accumulate_dtype(query.dtype), device=query.device)
     lse = out.new_full(out.shape[:-1], -torch.inf)
 
-    def merge_tile(at: tuple[slice, ...], k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    def merge_tile(
+        at: tuple[slice, ...],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        band: tuple[int, int] | None,
+    ) -> None:
         """Queries of `at` against keys (batch, KV heads, rows, head_dim)."""
         assert selection.backend is not None
         q, group = q_bnkgd[at], q_bnkgd.shape[3]
-        if causal:  # the same keys for each query head of a group: position i sees i + 1 of them
+        by_position = causal or band is not None
+        if by_position:  # the same keys for each query head of a group: a row is a position
             q_bhnd = q.permute(0, 2, 3, 1, 4).flatten(1, 2).contiguous()
             k, v = (x.repeat_interleave(group, 1).contiguous() for x in (k, v))
         else:  # the queries of a KV head, in one block
@@ -312,9 +330,9 @@ def _by_tiles(
             if not (selection.reads(k) and selection.reads(v)):
                 k, v = k.contiguous(), v.contiguous()
         q_bhnd, k, v = selection.backend.ordered(q_bhnd, k, v)
-        tile = TileInputs(q_bhnd, k, v, causal, scale, softcap=softcap)
+        tile = TileInputs(q_bhnd, k, v, causal, scale, band=band, softcap=softcap)
         found = selection.backend.forward(tile)
-        if causal:  # (batch, heads * group, m, ...) to (batch, m, heads, group, ...)
+        if by_position:  # (batch, heads * group, m, ...) to (batch, m, heads, group, ...)
             parts = [x.reshape(len(x), -1, group, *x.shape[2:]).movedim(3, 1) for x in found]
         else:  # (batch, heads, m * group, ...)
             parts = [
@@ -329,13 +347,16 @@ def _by_tiles(
         for tile in cache.plan.new_tiles(length, count):
             at = rows, tile.queries, tile.kv_heads
             if not is_one and cache.shard == 0:  # on one rank: all have the new rows
-                merge_tile(at, key[at].transpose(1, 2), value[at].transpose(1, 2), True)
+                new = key[at].transpose(1, 2), value[at].transpose(1, 2)
+                merge_tile(at, *new, tile.band is None, tile.band)
             seen = range(tile.kept.start, tile.kept.stop + is_one)
             own = cache.plan.own_members(seen, cache.shard)
             if own:
                 keys, values = (x[rows, tile.heads] for x in cache.of_branch(tile.branch))
-                for _, slots in runs_of_slots(own, tile.branch.slots):
-                    merge_tile(at, keys[:, :, slots], values[:, :, slots], False)
+                for places, slots in runs_of_slots(own, tile.branch.slots):
+                    for queries, seen_of, band in cache.plan.shown(tile, own[places], cache.shard):
+                        some = (x[:, :, slots][:, :, seen_of] for x in (keys, values))
+                        merge_tile((rows, queries, tile.kv_heads), *some, False, band)
     if not is_one:
         cache.write(key, value)
     cache.count(count)

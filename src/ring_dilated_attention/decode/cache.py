@@ -72,8 +72,9 @@ class DilatedKVCache(DeepOnly):
     In a branch (w, r) a causal query sees rows of its own segment, every r-th. So of a branch at
     most ceil(w / r) rows a head are of any use to later positions, however long the text is; a new
     segment overwrites the one before. A branch whose segment is the whole document keeps n / r
-    rows. A row that two branches show is kept for each: every branch's rows lie side by side, in
-    the order in which they are read.
+    rows, and a sliding window, which must not be dilated, its last left + 1. A row that two
+    branches show is kept for each: every branch's rows lie side by side, in the order in which they
+    are read.
 
     `prefill` takes the keys and values of a prompt, of which each rank of a group may hold a shard;
     `cached_attention` adds those of new positions and attends. A batch row holds one document; of
@@ -115,7 +116,7 @@ class DilatedKVCache(DeepOnly):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or `max_length` is missing.
+        ValueError: an argument is out of range, `max_length` is missing, or a window is dilated.
 
     Examples:
         LongNet's pattern keeps 11,606 rows a head, after a thousand positions or a billion.
@@ -623,7 +624,7 @@ def _table(plan: CachePlan) -> torch.Tensor:
         for place, (head, offset) in enumerate(branch.heads):
             offsets[head] = offset
             bases[head] = branch.first_row + place * branch.slots
-        own = branch.segment_length, branch.dilation_rate, branch.slots
+        own = branch.segment_length, branch.dilation_rate, branch.window, branch.slots
         rows.append([*own, *offsets, *bases])
     return torch.tensor(rows, dtype=torch.int64)
 

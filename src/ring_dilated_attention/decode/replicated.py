@@ -172,7 +172,7 @@ def replicated_query_attention(
         key: (batch, local_sequence, kv_heads, head_dim), of the same dtype and device; kv_heads
             divides heads, and KV head j serves the query heads from j * heads / kv_heads on.
         value: like `key`.
-        pattern: which keys each head sees.
+        pattern: which keys each head sees; without sliding windows.
         positions: where in the whole sequence the query stands: m consecutive positions, or an int
             for a single one. The keys hold these positions too.
         documents: cumulative lengths ``[0, ..., n]`` of documents packed in the whole sequence of n
@@ -268,6 +268,11 @@ def _options(
 ) -> FlatOptions:
     """The options of a call, checked."""
     check_options(pattern=pattern, return_lse=return_lse)
+    if pattern.has_windows:
+        raise ValueError(
+            f"{_NAME} takes no sliding windows; got {pattern}: slice the keys that a window holds "
+            "and attend to these, or shard the query and call dilated_attention"
+        )
     for name in ("exchange", "branch_gradients"):
         if name in fields:
             raise TypeError(

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..layout import SequenceLayout
-from ..pattern import Branch, DilatedPattern
+from ..pattern import Branch, DilatedPattern, Length, Window
 from ..plan import AttentionPlan, costs, plan_cache
 from ..units import count_of, in_bytes, short_count
 from .style import LIGHT, Style, add_key, dress, new_figure, set_titles
@@ -52,6 +52,9 @@ def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
     found = []
     for index, branch in enumerate(branches):
         offsets = dict(plan.pattern.heads(index, plan.num_kv_heads))
+        if isinstance(branch.segment_length, Window):
+            found.append(_window_cells(plan, index, size) & (kv_head in offsets))
+            continue
         offset = offsets.get(kv_head, length)  # beyond every segment: the branch shows no keys
         first, last = _end_segments(plan, branch, offset, size)
         has_keys = first <= last
@@ -62,6 +65,25 @@ def visible_cells(plan: AttentionPlan, head: int, size: int) -> Bools:
     return np.stack(found)
 
 
+def _window_cells(plan: AttentionPlan, branch: int, size: int) -> npt.NDArray[np.bool_]:
+    """(cells, cells): whether any query of a row sees, in a window, any key of a column."""
+    window, rate = plan.tiling.window(branch), plan.pattern.dilation_rates[branch]
+    assert window is not None
+    borders, length = np.array(plan.documents, dtype=np.int64), plan.layout.length
+    first = np.arange(0, length, size)
+    last = np.minimum(first + size, length) - 1
+    of_first, of_last = (np.searchsorted(borders, x, side="right") - 1 for x in (first, last))
+    # Of an earlier cell (row) and a later one: positions of the one document that both may hold.
+    low = np.maximum(first, borders[of_last])[:, None]
+    high = np.minimum(last, borders[of_first + 1] - 1)
+    nearest = first - last[:, None]
+    nearest = nearest + -nearest % rate
+    shared = (of_last[:, None] == of_first) & (nearest <= high - low)
+    before, behind = (np.triu(shared & (nearest <= side), 1) for side in window)
+    seen: npt.NDArray[np.bool_] = before.T | behind | np.eye(len(first), dtype=np.bool_)
+    return seen
+
+
 def _end_segments(plan: AttentionPlan, branch: Branch, offset: int, size: int) -> tuple[Ints, Ints]:
     """Starts of the segments of the first and of the last key in each cell; without keys 1 and 0.
 
@@ -69,6 +91,7 @@ def _end_segments(plan: AttentionPlan, branch: Branch, offset: int, size: int) -
     have equally many.
     """
     borders, length = np.array(plan.documents, dtype=np.int64), plan.layout.length
+    assert not isinstance(branch.segment_length, Window)
     w, rate = min(branch.segment_length or length, length), branch.dilation_rate
     per_segment = len(range(offset, w, rate))
 
@@ -120,11 +143,16 @@ def mask_key(plan: AttentionPlan, by: By, style: Style = LIGHT) -> dict[int, tup
         sent = {rank: (f"sent by rank {rank}", style.rank_color(rank)) for rank in ranks}
         return {OWN: ("on the rank of the query", style.own), **sent}
     words = [
-        f"{f'segments of {w:,}' if w else 'whole document'}: "
-        f"{f'1 key in {rate:,}' if rate > 1 else 'every key'}"
+        f"{_reach_in_words(w)}: {f'1 key in {rate:,}' if rate > 1 else 'every key'}"
         for w, rate in plan.pattern.branches
     ]
     return dict(enumerate(zip(words, style.branch_colors(len(words)), strict=True)))
+
+
+def _reach_in_words(length: Length) -> str:
+    if isinstance(length, Window):
+        return str(length)
+    return f"segments of {length:,}" if length else "whole document"
 
 
 def plan_in_words(plan: AttentionPlan) -> str:
@@ -241,6 +269,9 @@ def kept_keys(pattern: DilatedPattern, num_kv_heads: int, kv_head: int, length: 
     kept = []
     for index, (w, rate) in enumerate(pattern.branches):
         offset = dict(pattern.heads(index, num_kv_heads)).get(kv_head)
+        if isinstance(w, Window):
+            kept.append(range(length if offset is None else max(length - w.left, 0), length))
+            continue
         start, stop = (0, length + rate) if w is None else (length // w * w, length // w * w + w)
         segment = range(0) if offset is None else range(start + offset, stop, rate)
         goes_on = len(segment) > 0 and (w is None or segment[-1] >= length)

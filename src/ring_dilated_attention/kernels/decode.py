@@ -122,9 +122,10 @@ def _strips_kernel(
     """One program: one branch of one KV head of one row of the batch."""
     pair, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = pair // kv_heads, pair % kv_heads
-    own = branches + branch * (3 + 2 * kv_heads)
-    length, rate, slots = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    offset, base = tl.load(own + 3 + kv_head), tl.load(own + 3 + kv_heads + kv_head)
+    own = branches + branch * (4 + 2 * kv_heads)
+    length, rate = tl.load(own), tl.load(own + 1)
+    window, slots = tl.load(own + 2), tl.load(own + 3)
+    offset, base = tl.load(own + 4 + kv_head), tl.load(own + 4 + kv_heads + kv_head)
     runs = offset >= 0
     offset = tl.maximum(offset, 0)
     if OVERLAPS:
@@ -132,14 +133,15 @@ def _strips_kernel(
         tl.extra.cuda.gdc_launch_dependents()  # attention, which waits for all of this
     position = tl.load(lengths + batch)
     if NARROW:  # a division of 64 bits takes several times as long
-        length, rate = _narrow(length), _narrow(rate)
+        length, rate, window = _narrow(length), _narrow(rate), _narrow(window)
         slots, offset, position = _narrow(slots), _narrow(offset), position.to(tl.int32)
 
     per_segment = (length - offset + rate - 1) // rate
     next_member = members_before(position, length, rate, offset)
     segment = next_member // per_segment
-    # Of this rank, in its own numbers: the members of that segment that came before.
-    low = (segment * per_segment - shard + shards - 1) // shards
+    # Of this rank, in its own numbers: the members of that segment, or window, that came before.
+    low = tl.maximum(segment * per_segment, next_member - window)
+    low = (low - shard + shards - 1) // shards
     high = (next_member - shard + shards - 1) // shards
 
     new = tl.arange(0, BLOCK_NEW)
@@ -197,8 +199,9 @@ def strips_of_cache(
 
     Args:
         lengths: (B,) int64: positions so far.
-        branches: (E, 3 + 2 K) int64: segment length (`NO_END`: it has none), rate and slots of each
-            branch; of each KV head the offset, -1 where it has no rows, and its first row.
+        branches: (E, 4 + 2 K) int64: segment length (`NO_END`: it has none), rate, window (the
+            most members before itself that a position sees; not `NO_END`: `count` is 1) and slots
+            of each branch; of each KV head the offset, -1 where it has no rows, and its first row.
         kv_heads: K.
         count: m.
         shard: this rank's share of the rows.

@@ -27,6 +27,7 @@ from ..pattern import (
     HeadBranches,
     HeadOffsets,
     HeadSlice,
+    Length,
     check_positive_float,
     in_brief,
 )
@@ -63,7 +64,8 @@ class MultiheadDilatedAttention(nn.Module):
     Args:
         embed_dim: width of query, key, value and output.
         num_heads: query heads; divides `embed_dim`.
-        segment_lengths: one per branch, in positions; None means the whole document.
+        segment_lengths: one per branch, in positions; None means the whole document, (left, right)
+            a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch, in positions.
         head_offsets: ``"interleaved"``, the default, or ``"blocked"``; see `DilatedPattern`.
         head_branches: ``"all"``, the default, or ``"split"``; see `DilatedPattern`.
@@ -106,7 +108,7 @@ class MultiheadDilatedAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        segment_lengths: Sequence[int | None],
+        segment_lengths: Sequence[Length],
         dilation_rates: Sequence[int],
         head_offsets: HeadOffsets = "interleaved",
         head_branches: HeadBranches = "all",

@@ -10,6 +10,7 @@ from ..pattern import (
     DilatedPattern,
     HeadBranches,
     HeadOffsets,
+    Length,
     check_positive_float,
     check_positive_int,
 )
@@ -29,7 +30,8 @@ class LongNetConfig:
         num_kv_heads: key and value heads, a divisor of `num_heads`; None, the default, means
             `num_heads`.
         ffn_dim: width of the hidden layer of the MLP.
-        segment_lengths: one per branch of the pattern, in positions; None means the whole document.
+        segment_lengths: one per branch of the pattern, in positions; None means the whole document,
+            (left, right) a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
@@ -48,7 +50,7 @@ class LongNetConfig:
     num_heads: int
     num_kv_heads: int | None = None
     ffn_dim: int
-    segment_lengths: Sequence[int | None]
+    segment_lengths: Sequence[Length]
     dilation_rates: Sequence[int]
     head_offsets: HeadOffsets = "interleaved"
     head_branches: HeadBranches = "all"
@@ -85,7 +87,8 @@ class SlideEncoderConfig:
         embed_dim: width of the residual stream, a multiple of 4.
         num_heads: heads per block; divides `embed_dim`.
         ffn_dim: width of the hidden layer of the MLP.
-        segment_lengths: one per branch of the pattern, in positions; None means the whole slide.
+        segment_lengths: one per branch of the pattern, in positions; None means the whole slide,
+            (left, right) a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
@@ -107,7 +110,7 @@ class SlideEncoderConfig:
     embed_dim: int = 768
     num_heads: int = 16
     ffn_dim: int = 3072
-    segment_lengths: Sequence[int | None] = (1024, 5792, 32768, 185363, 1048576)
+    segment_lengths: Sequence[Length] = (1024, 5792, 32768, 185363, 1048576)
     dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
     head_offsets: HeadOffsets = "interleaved"
     zero_keys: bool = False

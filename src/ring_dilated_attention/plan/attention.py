@@ -149,7 +149,8 @@ class AttentionPlan:
     def crossing_spans(self, parts: Sequence[Part]) -> tuple[list[Span], list[Span]]:
         """Segments shared with parts whose keys `parts` see, and with parts that see theirs."""
         cut_parts = [part for part in parts if not part.is_whole]
-        seen, shown = [], []
+        seen: list[Span] = []
+        shown: list[Span] = []
         for branch, length in self.branches:
             window = self.tiling.window(branch)
             # Whoever a position sees in its window sees it in the mirrored one.

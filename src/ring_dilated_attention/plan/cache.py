@@ -13,6 +13,10 @@ positions of a document.
 A branch whose segment is the whole document, or longer than any document may become, has one
 segment, and as many slots as members.
 
+A sliding window is such a segment too, of rate 1, but position n is shown members ``max(0, n -
+left)`` to n alone: a cache has left + k + 1 slots for it. Dilated windows are refused: the next
+positions need one row in r each, but all rows of the window between them.
+
 Sharded over p ranks, member g is held by rank g mod p: evenly, wherever the prompt was, and still
 evenly when members are added.
 
@@ -35,7 +39,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
-from ..pattern import DilatedPattern, HeadOffset
+from ..pattern import DilatedPattern, HeadOffset, Window
 from .attention import AttentionPlan
 from .rows import Link, Part, Tile, TileGroup, cut, own_segments, spans
 from .tiling import tiling_of, zero_key_groups
@@ -51,6 +55,7 @@ class CachedBranch:
     Attributes:
         index: of the branch in the pattern.
         segment_length: in positions; `NO_END`: there is one segment, which has no end.
+        window: the most members before itself that a position is shown; `NO_END`: all.
         dilation_rate: in positions.
         heads: the KV heads that it shows anything, each with its offset.
         slots: rows that a rank has for each of them, enough for the next member to be written
@@ -60,6 +65,7 @@ class CachedBranch:
 
     index: int
     segment_length: int
+    window: int
     dilation_rate: int
     heads: tuple[HeadOffset, ...]
     slots: int
@@ -75,8 +81,8 @@ class CachedBranch:
         return segment * self.per_segment(offset) + len(range(offset, within, self.dilation_rate))
 
     def first_shown(self, offset: int, member: int) -> int:
-        """The first member of the segment that `member` lies in."""
-        return member - member % self.per_segment(offset)
+        """The first member of the segment that `member` lies in, or of its window."""
+        return max(member - member % self.per_segment(offset), member - self.window)
 
     def kept(self, offset: int, length: int, rewind: int = 0) -> range:
         """The members before position `length` that a later position can still be shown.
@@ -116,13 +122,15 @@ class NewTile(NamedTuple):
         heads: of `branch.heads`, which.
         kv_heads: the same ones, among all KV heads.
         queries: which of the new positions.
-        kept: the members of the segment that came before.
+        band: in which they do, as `TileInputs` has it; None: each sees all that came before it.
+        kept: the members that came before and that the first of them is shown.
     """
 
     branch: CachedBranch
     heads: slice
     kv_heads: slice
     queries: slice
+    band: tuple[int, int] | None
     kept: range
 
 
@@ -176,6 +184,11 @@ class CachePlan:
         """Bytes of keys and values on each rank."""
         return 2 * batch * self.rows * head_dim * itemsize
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether new positions see different rows of a window."""
+        return any(branch.window < NO_END for branch in self.branches)
+
     def own_members(self, members: range, shard: int) -> range:
         """The part of consecutive members that a rank holds, in its own numbers."""
         if self.shards == 1:
@@ -192,7 +205,30 @@ class CachePlan:
                 for members, positions in branch.positions(offset, new):
                     kept = range(branch.first_shown(offset, members.start), members.start)
                     queries = range_slice(shifted(positions, -length))
-                    yield NewTile(branch, heads, kv_heads, queries, kept)
+                    band = (-branch.window, 0) if len(members) > branch.window + 1 else None
+                    yield NewTile(branch, heads, kv_heads, queries, band, kept)
+
+    def shown(
+        self, tile: NewTile, own: range, shard: int
+    ) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
+        """Who is shown which of consecutive members, in a rank's own numbers.
+
+        Yields new positions, the part of `own` that they see, and its band, as `TileInputs` has it;
+        None: each sees all of it. In a window a position sees one member less than the one before
+        it: one less of this rank's, where p ranks share them, than the p-th one before it.
+        """
+        if tile.branch.window == NO_END:
+            yield tile.queries, slice(len(own)), None
+            return
+        for first in range(min(self.shards, tile.queries.stop)):
+            least = tile.kept.stop + first - tile.branch.window
+            least = -((shard - least) // self.shards)
+            keys = slice(max(least - own.start, 0), len(own))
+            rows = range(first, tile.queries.stop, self.shards)[: max(own.stop - least, 0)]
+            if rows:
+                low = least - own.start - keys.start
+                band = (low, len(own) - keys.start - 1) if len(rows) + low > 1 else None
+                yield range_slice(rows), keys, band
 
     def appended(self, length: int, count: int, shard: int) -> Iterator[KeptRows]:
         """Rows to keep of `count` new positions behind `length`, all of which the rank has."""
@@ -286,7 +322,8 @@ def plan_cache(
         shards: the ranks that share it.
 
     Raises:
-        ValueError: there is no `max_length`, and a branch keeps rows of the whole document.
+        ValueError: there is no `max_length`, and a branch keeps rows of the whole document; or a
+            window is dilated.
     """
     if max_length is None and None in pattern.segment_lengths:
         raise ValueError(
@@ -294,17 +331,27 @@ def plan_cache(
             "keeps every row of its progression, and memory for them is allocated at once; got "
             "max_length=None"
         )
+    most = NO_END if max_length is None else max_length
     branches, rows = [], 0
     for index, (length, rate) in enumerate(pattern.branches):
-        most = NO_END if max_length is None else max_length
-        segment = NO_END if length is None or length >= most else length
+        segment = window = NO_END
+        if isinstance(length, Window):
+            if rate > 1:
+                raise ValueError(
+                    f"a KV cache takes windows of dilation rate 1; got {pattern}: give that window "
+                    "a rate of 1, or attend to the whole text with dilated_attention"
+                )
+            window = length.left if length.left < most else NO_END
+        elif length is not None and length < most:
+            segment = length
         heads = tuple(
             x for x in pattern.heads(index, num_kv_heads) if x.offset < min(segment, most)
         )
         if not heads:
             continue
-        branch = CachedBranch(index, segment, rate, heads, 0, rows)
-        slots = -(-branch.members_before(0, min(segment + max_rewind, most)) // shards)
+        branch = CachedBranch(index, segment, window, rate, heads, 0, rows)
+        longest = min(min(segment, window + 1) + max_rewind, most)
+        slots = -(-branch.members_before(0, longest) // shards)
         branches.append(replace(branch, slots=slots))
         rows += slots * len(heads)
     return CachePlan(pattern, num_kv_heads, max_length, max_rewind, shards, tuple(branches), rows)

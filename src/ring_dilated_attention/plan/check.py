@@ -245,11 +245,11 @@ def _expected(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int | None]]
     for branch, (length, rate) in enumerate(plan.pattern.branches):
         for start, stop in pairwise(plan.documents):
             if isinstance(length, Window):
-                heads = plan.pattern.heads(branch, plan.num_kv_heads)
-                for (head, _), q, k in product(heads, *[range(start, stop)] * 2):
-                    near = -length.left <= k - q <= (0 if plan.is_causal else length.right)
-                    if near and (k - q) % rate == 0:
-                        yield branch, head, q, k
+                left, right = length.seen(plan.is_causal)
+                for q, k in product(range(start, stop), repeat=2):
+                    if -left <= k - q <= right and (k - q) % rate == 0:
+                        for head, _ in plan.pattern.heads(branch, plan.num_kv_heads):
+                            yield branch, head, q, k
                 continue
             w = stop - start if length is None else min(length, stop - start)
             for segment in range(start, stop, w):

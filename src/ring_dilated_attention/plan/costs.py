@@ -137,8 +137,8 @@ def _pairs_before(plan: AttentionPlan, position: int) -> int:
             if window := plan.tiling.window(branch):
                 low, high = (side // rate for side in window)
                 for first in range(min(rate, queries)):
-                    rows = (len(range(first, each, rate)) for each in (queries, length))
-                    pairs += len(plan.tiling.heads[branch]) * band_pairs(*rows, -low, high)
+                    own, every = (len(range(first, each, rate)) for each in (queries, length))
+                    pairs += len(plan.tiling.heads[branch]) * band_pairs(own, every, -low, high)
                 continue
             assert not isinstance(segment_length, Window)
             w = length if segment_length is None else min(segment_length, length)

@@ -25,9 +25,10 @@ class TileInputs(NamedTuple):
     last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
     i. With `band`, row i sees the keys j with ``band[0] <= j - i <= band[1]``, and every row and
-    every key is in such a pair: a back end that `takes_bands` may be given one. With `softcap` c, a
-    score s is c * tanh(s / c): for one that `takes_softcap`. `memo` is where a back end keeps what
-    it knows of tiles of these shapes, strides, dtypes, device and options; None: nowhere.
+    every key is in such a pair: back ends that do not `takes_bands` are given none. With `softcap`
+    c, a score s is c * tanh(s / c): for back ends that `takes_softcap`. `memo` is where a back end
+    keeps what it knows of tiles of these shapes, strides, dtypes, device and options; None:
+    nowhere.
     """
 
     q: torch.Tensor

@@ -35,7 +35,8 @@ def _scores(t: TileInputs) -> torch.Tensor:
     if t.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return scores if t.band is None else scores + _mask(t, scores.dtype)
+    mask = _mask(t, scores.dtype)
+    return scores if mask is None else scores + mask
 
 
 def _mask(t: TileInputs, dtype: torch.dtype) -> torch.Tensor | None:

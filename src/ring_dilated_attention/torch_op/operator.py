@@ -126,7 +126,7 @@ _OPTIONS = (
     "bool zero_keys, bool is_causal, float? scale, "
     "SymInt[] layout, str group, str exchange, str backend, "
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
-    "bool detached, int[] head_slice, int num_kv_heads, int[] windows, float? softcap"
+    "bool detached, int[] head_slice, int[] windows, int num_kv_heads, float? softcap"
 )
 _Library: Any = torch.library.Library  # its methods have no annotations
 _library = _Library("ring_dilated_attention", "DEF")

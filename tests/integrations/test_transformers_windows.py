@@ -1,6 +1,5 @@
 """Models whose layers have sliding windows, chunks, sinks or soft caps: as by their own attention."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from support.transformers_models import (
     batch_of,
     check_gradients,
     check_ranks,
-    make,
     on_group,
     prompt,
-    restarts,
     step,
 )
 from torch import nn

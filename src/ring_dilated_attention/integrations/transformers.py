@@ -221,8 +221,8 @@ def remove_attention(
     if not dense and (settings.pattern.branches != own or settings.layers != "full"):
         raise ValueError(
             f"this {type(model).__name__} has the pattern {settings.pattern} in {settings.layers} "
-            "layers; transformers' own attention is dense, another function than the model was trained with: if you want that, call "
-            "remove_attention(model, dense=True)"
+            "layers; transformers' own attention is dense, another function than the model was "
+            "trained with: if you want that, call remove_attention(model, dense=True)"
         )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
@@ -427,8 +427,8 @@ def _restore_when_made() -> None:
             return
         if implementation != NAME:
             raise ValueError(
-                f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, but "
-                f"attn_implementation is {implementation!r}, another function: pass "
+                f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, "
+                f"but attn_implementation is {implementation!r}, another function: pass "
                 f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
                 f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
             )

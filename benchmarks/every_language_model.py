@@ -159,9 +159,8 @@ class Comparison:
         self.mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORT]])).long()
         self.batch = {"input_ids": tokens * self.mask, "attention_mask": self.mask}
         shape = *tokens.shape, SIZES["vocab_size"]
-        self.weights = (
-            torch.randn(shape, dtype=torch.float64, generator=generator) * self.mask[:, :, None]
-        )
+        weights = torch.randn(shape, dtype=torch.float64, generator=generator)
+        self.weights = weights * self.mask[:, :, None]
         self._model = model
         self._want = run(copy.deepcopy(model), self.batch, self.weights)
         if self._want.logits.isnan().any():  # of eager attention, where a window is all padding

@@ -1,4 +1,4 @@
-"""Models whose layers have sliding windows, chunks, sinks or soft caps: as by their own attention."""
+"""Models whose layers have windows, chunks, sinks or soft caps: as by their own attention."""
 
 from typing import Any
 

@@ -100,9 +100,7 @@ def kind_of(model: Any) -> str:
 
 def base_of(model: Any) -> Any:
     """A model without its head; itself where it has none."""
-    base = (
-        model.base_model
-    )  # itself, too, where transformers has the name wrong (Llama4ForCausalLM)
+    base = model.base_model  # the model itself where its name for that is wrong, as Llama 4's is
     return getattr(model, "model", model) if base is model else base
 
 
@@ -216,10 +214,10 @@ def check_arguments(
     config = module.config
     now, held = config._attn_implementation, saved(config)
     if (now, held) != (NAME, told):
+        got = "no pattern" if held is None else f"the pattern {held[0]} for {held[1]} layers"
         raise ValueError(
             f"set_attention gave this model the pattern {told[0]} for {told[1]} layers, but its "
-            f"config now has the attn_implementation {now!r} and "
-            f"{'no pattern' if held is None else f'the pattern {held[0]} for {held[1]} layers'}: models that share a config "
+            f"config now has the attn_implementation {now!r} and {got}: models that share a config "
             "object share its pattern, so make each with copy.deepcopy(config); for other "
             "attention call remove_attention(model)"
         )

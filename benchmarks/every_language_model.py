@@ -6,8 +6,10 @@
 A model with random weights takes a batch of two rows, one of them padded on the right. With
 `DilatedPattern.dense()` its logits, and the gradients of a weighted sum of them, must be those of
 its own eager attention, on one process and on three ranks (threads of this process); with segments
-of four positions its logits must change, else its attention was not replaced. What `set_attention`
-does not support must be refused. Exits with 1 if a model is wrong, silently.
+of four positions its logits must change, else its attention was not replaced. Layers keep their
+windows and chunks, of eight positions. A causal model generates with a KV cache, alone and on the
+ranks, by the logits of its own. What is not supported must be refused. Exits with 1 if a model is
+wrong, silently.
 
 Models that a configuration of this size does not make are named, not counted. Needs transformers.
 """
@@ -47,30 +49,47 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
     **{"vocab_size": 97, "num_experts_per_tok": 2, "rotary_dim": 4},
     **{"attn_layer_period": 2, "attn_layer_offset": 1},  # of hybrids
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
+    **{"local_attention": 16, "use_sliding_window": True, "max_window_layers": 2},
+    **{"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "n_shared_experts": 1},
+    **{"no_rope_layer_interval": 2, "global_attn_every_n_layers": 2, "floor_scale": 8},
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "n_group": 1, "topk_group": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 16},
 }
 """Options of configurations; each takes those that it has."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("cohere_compass_text", "gemma3_text", "gemma4_unified_text"), MIXED),
+    "gemma3n_text": {**MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {**MIXED, "num_kv_shared_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Of single kinds."""
 KV_HEADS = (2, 4)
 """The first that a model can have: some have as many as query heads."""
 LENGTH, SHORT = 23, 17
+NEW = 10
+"""Tokens generated, past the end of a chunk."""
 RANKS = 3
 MOST_PARAMETERS = 30_000_000
-MOST_SECONDS = 30
-TOLERANCE = 1e-4
-"""Of float32 logits and gradients, relative to the largest; rounding is below 1e-5."""
+MOST_SECONDS = 120
+TOLERANCE = 1e-5
+"""Of float64 logits and gradients, relative to the largest; transformers' own attention and norms
+round to float32 in between."""
 CHANGED = 1e-3
 
 
 class Outcome(NamedTuple):
     """What became of a model: ``"right"``, ``"refused"``, ``"wrong"`` or ``"not made"``, and why.
 
-    `alone` is of one process, `ranks` of three; `why` is of the first that is not right.
+    `alone` is of one process, `ranks` of three, `generates` of both; `why` is of the first that is
+    not right.
     """
 
     kind: str
     alone: str
     ranks: str
+    generates: str
     why: str
 
 
@@ -99,6 +118,7 @@ def make(kind: str, head: Any, kv_heads: int) -> Any:
     fields = {name for each in made.__mro__ for name in inspect.get_annotations(each)}
     fields |= {*inspect.signature(made).parameters, *getattr(made, "attribute_map", {})}
     options = {name: value for name, value in sizes.items() if name in fields}
+    options |= OPTIONS.get(kind, {})
     with torch.device("meta"):
         count = sum(
             parameter.numel() for parameter in head.from_config(made(**options)).parameters()
@@ -106,11 +126,12 @@ def make(kind: str, head: Any, kv_heads: int) -> Any:
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count} parameters")
     torch.manual_seed(0)
-    model = head.from_config(made(**options)).eval()
+    model = head.from_config(made(**options)).double().eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # others take no float64
     return model
 
 
@@ -138,16 +159,20 @@ class Comparison:
         self.mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORT]])).long()
         self.batch = {"input_ids": tokens * self.mask, "attention_mask": self.mask}
         shape = *tokens.shape, SIZES["vocab_size"]
-        self.weights = torch.randn(shape, generator=generator) * self.mask[:, :, None]
+        weights = torch.randn(shape, dtype=torch.float64, generator=generator)
+        self.weights = weights * self.mask[:, :, None]
         self._model = model
         self._want = run(copy.deepcopy(model), self.batch, self.weights)
+        if self._want.logits.isnan().any():  # of eager attention, where a window is all padding
+            model.set_attn_implementation("sdpa")
+            self._want = run(copy.deepcopy(model), self.batch, self.weights)
 
     def alone(self) -> str:
         """What is wrong on one process; empty: nothing."""
         model = copy.deepcopy(self._model)
         set_attention(model, DilatedPattern.dense())
         wrong = self._against(run(model, self.batch, self.weights))
-        set_attention(model, DilatedPattern([4], [1]))
+        set_attention(model, DilatedPattern([4], [1]), layers="all")
         changed = self._error(run(model, self.batch, self.weights).logits)
         return wrong or ("" if changed > CHANGED else "attention is not replaced")
 
@@ -165,6 +190,32 @@ class Comparison:
         logits = layout.unshard([each.logits for each in found], 1)
         gradients = [sum(x) for x in zip(*(each.gradients for each in found), strict=True)]
         return self._against(Found(logits, gradients))
+
+    def generated(self) -> str:
+        """What is wrong with generation, on one process and on several ranks; empty: nothing."""
+
+        def tokens_and_logits(model: Any) -> tuple[Tensor, Tensor]:
+            model.generation_config.eos_token_id = None
+            found = model.generate(
+                **{"input_ids": self.batch["input_ids"][:1], "attention_mask": self.mask[:1]},
+                **{"max_new_tokens": NEW, "do_sample": False, "use_cache": True},
+                **{"return_dict_in_generate": True, "output_logits": True},
+            )
+            return found.sequences, torch.stack(found.logits)
+
+        def rank(ends: Exchange | None) -> tuple[Tensor, Tensor]:
+            model = copy.deepcopy(self._model)
+            set_attention(model, DilatedPattern.dense(), group=ends)
+            return tokens_and_logits(model)
+
+        alone = rank(None)
+        tokens, logits = tokens_and_logits(copy.deepcopy(self._model))
+        worst = 0.0
+        for got, found in [alone, *run_loopback(RANKS, rank)]:
+            if not torch.equal(got, tokens):
+                return "other tokens"
+            worst = max(worst, float((found - logits).abs().max() / logits.abs().max()))
+        return "" if worst < TOLERANCE else f"generates by logits that differ by {worst:.1e}"
 
     def _error(self, logits: Tensor) -> float:
         difference = (logits - self._want.logits) * self.mask[:, :, None]
@@ -189,10 +240,12 @@ def outcome_of(kind: str, head: Any) -> Outcome:
         except Exception as error:
             why = why or in_a_line(error)
     if comparison is None:
-        return Outcome(kind, "not made", "not made", why)
+        return Outcome(kind, "not made", "not made", "not made", why)
     found: list[str] = []
     why = ""
-    for compare in (comparison.alone, comparison.sharded):
+    is_causal = head is transformers.AutoModelForCausalLM
+    compares = (comparison.alone, comparison.sharded, comparison.generated)
+    for compare in compares[: 2 + is_causal]:
         try:
             wrong = compare()
             found.append("wrong" if wrong else "right")
@@ -201,13 +254,13 @@ def outcome_of(kind: str, head: Any) -> Outcome:
             found.append("refused" if refusal else "crashed")
             wrong = in_a_line(error)
         why = why or wrong
-    alone, ranks = found
-    return Outcome(kind, alone, ranks, why)
+    alone, ranks, generates = [*found, ""][:3]
+    return Outcome(kind, alone, ranks, generates, why)
 
 
 def in_a_line(error: Exception) -> str:
     """An error, short."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:400]
 
 
 def too_long(*_: Any) -> None:
@@ -233,13 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.alarm(0)
         name = head.__name__.removeprefix("AutoModelFor")
         outcomes.append({"head": name, **outcome._asdict()})
-        print(f"{kind:24} {name:9} {outcome.alone:8} {outcome.ranks:8} {outcome.why}", flush=True)
-    for where in ("alone", "ranks"):
+        print(kind.ljust(24), name.ljust(9), *(x.ljust(8) for x in outcome[1:]), flush=True)
+    for where in ("alone", "ranks", "generates"):
         print(where, dict(Counter(each[where] for each in outcomes)))
     if options.out:
         found = {"transformers": transformers.__version__, "torch": torch.__version__}
         options.out.write_text(json.dumps({**found, "models": outcomes}, indent=1) + "\n")
-    sys.exit(any("wrong" in (each["alone"], each["ranks"]) for each in outcomes))
+    sys.exit(any("wrong" in each.values() for each in outcomes))
 
 
 if __name__ == "__main__":

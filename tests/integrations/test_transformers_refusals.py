@@ -51,14 +51,11 @@ def t5():
     return transformers.T5Model(transformers.T5Config(vocab_size=61, **small))
 
 
-MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 MODELS: dict[str, Any] = {
     "cross-attention": (t5, "a type that it was tested with, .*; got 't5'"),
-    "soft caps": (lambda: make("Gemma2", sliding_window=8), "tested with, .*; got 'gemma2'"),
-    "windows": (lambda: make("Mistral", sliding_window=8), "got sliding_window=8 in all layers$"),
-    "some windows": (
-        lambda: make("Qwen2", use_sliding_window=True, sliding_window=8, **MIXED),
-        "config.sliding_window must be None; got sliding_window=8 in layers 1$",
+    "biases": (
+        lambda: make("BigBird", attention_type="original_full"),
+        "tested with, .*; got 'big_bird'",
     ),
 }
 
@@ -136,6 +133,7 @@ def attend(**changes):
 
 
 HONOURED = {"query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"}
+HONOURED |= {"sliding_window", "s_aux", "softcap"}
 
 
 def arguments_of_attention():
@@ -259,7 +257,8 @@ MODEL_REFUSALS: dict[str, Any] = {
     "output_attentions": ({"output_attentions": True}, "output_attentions must be Fal"),
     "head_mask": ({"head_mask": torch.ones(4)}, "head_mask must be None"),
     "other hidden states": ({"encoder_hidden_states": torch.ones(2, 41, 32)}, "no cross-attention"),
-    "softcap": ({"softcap": 3.0}, r"does not support softcap \(float\)"),
+    "a bias": ({"position_bias": 3.0}, r"does not support position_bias \(float\)"),
+    "a window": ({"sliding_window": 8}, "has sliding_window=8 and a mask without a window, causal"),
     "no input": ({"input_ids": None}, "needs input_ids"),
     "an empty shard": ({"input_ids": IDS[:, :0]}, r"no empty shards.* \(2, 0\)"),
     "borders and padding": (

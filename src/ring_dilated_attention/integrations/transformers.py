@@ -15,7 +15,10 @@ of them. Every rank calls the model with its own shard of the sequence:
     >>> model(torch.arange(50)[None]).logits.shape
     torch.Size([1, 50, 99])
 
-Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), right padding as a 2-D
+Layers with a sliding window or chunks of their own keep them, or take the pattern: ``layers``.
+
+Honoured: grouped queries, ``scaling``, ``is_causal`` (so encoders too), attention sinks and soft
+caps (``s_aux``, ``softcap``), right padding as a 2-D
 ``attention_mask``, documents as ``position_ids`` that restart at 0 (with an ``attention_mask`` too)
 or as ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (borders in the whole sequence), gradient
 checkpointing. Everything else that attention is given is refused.
@@ -33,6 +36,7 @@ whole prompt, which is sharded inside, and gets the same tokens; to sample, seed
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -46,10 +50,11 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ..exchange import resolve_exchange, untraced
 from ..layout import SequenceLayout
 from ..options import AttentionOptions, OptionFields, check_options, read_options
-from ..pattern import DilatedPattern
+from ..pattern import DilatedPattern, Window, check_choice
 from .transformers_call import (
     SETTINGS,
     Call,
+    Mask,
     Settings,
     borders_of,
     by_name,
@@ -62,6 +67,7 @@ from .transformers_call import (
 from .transformers_generate import (
     CachedCall,
     DilatedCache,
+    Scores,
     attended,
     prepare_cache_for_generation,
     prepared_with_cache,
@@ -69,9 +75,13 @@ from .transformers_generate import (
 )
 from .transformers_support import (
     HARMLESS,
+    LAYERS,
     NAME,
     PACKING,
+    Layers,
+    base_of,
     check_model,
+    check_pattern,
     erase,
     saved,
     without_adapters,
@@ -101,6 +111,8 @@ def set_attention(
     model: PreTrainedModel,
     pattern: DilatedPattern | None = None,
     options: AttentionOptions | None = None,
+    *,
+    layers: Layers | None = None,
     **fields: Unpack[OptionFields],
 ) -> None:
     """Give a model this package's attention, with these settings; again, to change them.
@@ -124,6 +136,9 @@ def set_attention(
             and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
+        layers: which layers take it: ``"full"`` those of full attention, while layers with a
+            sliding window or chunks (Gemma's, gpt-oss's, Llama 4's) keep them; ``"all"`` these too.
+            None, the default: as the config holds it, else ``"full"``.
         options: an `AttentionOptions`; or give its fields by name: ``group``, the ranks that share
             each sequence, ``layout``, of which each rank holds a position at least (see
             `set_layout`), ``exchange``, ``backend`` and others. ``is_causal`` and ``scale`` are the
@@ -135,8 +150,8 @@ def set_attention(
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: the model is not supported, or no pattern is given and the config has none; the
-            message says why.
+        ValueError: the model is not supported, no pattern is given and the config has none, or no
+            layer would take it; the message says why.
     """
     options = read_options("set_attention", options, fields)
     ranks = resolve_exchange(options.group).world_size
@@ -146,18 +161,21 @@ def set_attention(
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, before it is wrapped, got {name}"
         )
-    pattern = saved(model.config) if pattern is None else pattern
+    held = saved(model.config) or (None, "full")
+    pattern, layers = held[0] if pattern is None else pattern, layers or held[1]
     if pattern is None:
         raise ValueError(f"pattern must be given: the config of this {name} holds none")
     check_options(pattern=pattern)
+    check_choice("layers", layers, LAYERS)
     if options.is_causal or options.scale is not None:
         raise ValueError("is_causal and scale are the model's own, set_attention takes neither")
-    base: Any = model.base_model
+    base = base_of(model)
     check_model(model, base, ranks)
+    check_pattern(base, pattern, layers)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     _remove_hooks(model)
-    _tell(model, Settings(pattern, options))
+    _tell(model, Settings(pattern, options, layers))
     if hasattr(model, _PREPARE_CACHE):
         setattr(model, _PREPARE_CACHE, partial(prepare_cache_for_generation, model))
     handles = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
@@ -165,7 +183,7 @@ def set_attention(
     if ranks > 1 and base is not model:
         handles += [model.register_forward_pre_hook(_before_head, with_kwargs=True)]
     setattr(model, _HOOKS, handles)
-    write(model.config, pattern)
+    write(model.config, pattern, layers)
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
@@ -210,25 +228,26 @@ def batch_layout(model: PreTrainedModel, batch: Mapping[str, Any]) -> SequenceLa
 def remove_attention(
     model: PreTrainedModel, attn_implementation: str = "sdpa", *, dense: bool = False
 ) -> None:
-    """Give a model transformers' own attention back, which is dense.
+    """Give a model transformers' own attention back: dense, or each layer's window or chunks.
 
     Args:
         model: what `set_attention` was called with.
         attn_implementation: one of transformers'.
-        dense: must be True where the pattern is not dense: the model then computes another function
-            than before, and its config and what is saved no longer have the pattern.
+        dense: must be True where the pattern is not dense, or that of all layers: the model then
+            computes another function than before, and its config and what is saved no longer have
+            the pattern.
 
     Raises:
         ValueError: `set_attention` was not called with this model, `dense` is missing, or
             transformers refuses.
     """
     model = without_adapters(model)
-    pattern = _settings_of(model).pattern
-    if not dense and pattern.branches != DilatedPattern.dense().branches:
+    settings, own = _settings_of(model), DilatedPattern.dense().branches
+    if not dense and (settings.pattern.branches != own or settings.layers != "full"):
         raise ValueError(
-            f"this {type(model).__name__} has the pattern {pattern}; transformers' own attention "
-            "is dense, another function than the model was trained with: if you want that, call "
-            "remove_attention(model, dense=True)"
+            f"this {type(model).__name__} has the pattern {settings.pattern} in {settings.layers} "
+            "layers; transformers' own attention is dense, another function than the model was "
+            "trained with: if you want that, call remove_attention(model, dense=True)"
         )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
@@ -243,12 +262,12 @@ def _settings_of(model: nn.Module) -> Settings:
 
 
 def _tell(model: Any, settings: Settings) -> None:
-    for module in (model, model.base_model):
+    for module in (model, base_of(model)):
         setattr(module, SETTINGS, settings)
 
 
 def _remove_hooks(model: Any) -> None:
-    for module in (model, model.base_model):
+    for module in (model, base_of(model)):
         for handle in getattr(module, _HOOKS, ()):
             handle.remove()
         for name in (SETTINGS, _HOOKS, _PREPARE_CACHE):
@@ -263,10 +282,13 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | str | None,
+    attention_mask: Tensor | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it.
@@ -277,10 +299,14 @@ def attention_forward(
             cache has are whole on every rank.
         key: (batch, kv_heads, local_sequence, head_dim).
         value: like `key`; without a KV cache rows may be narrower (DeepSeek's latent attention).
-        attention_mask: of `attention_mask`; the model's hook has turned padding into lengths.
+        attention_mask: of `attention_mask`, with the layer's window or chunks; the model's hook has
+            turned padding into lengths.
         dropout: must be 0.
         scaling: factor on the scores; None: head_dim ** -0.5.
         is_causal: whether a query sees only keys at positions <= its own.
+        sliding_window: None, unless the mask has a window; which counts.
+        s_aux: attention sinks, (heads,).
+        softcap: bound of the scores.
         kwargs: the `Call`; what means nothing to attention; or None.
 
     Returns:
@@ -302,16 +328,20 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    why, is_tensor = "", isinstance(attention_mask, Tensor)
+    plain = Mask(bool(causal))
+    mask = plain if attention_mask is None else attention_mask
+    why = ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
-    elif is_tensor or attention_mask not in (None, _MASKS[not causal]):
+    elif not isinstance(mask, Mask) or mask.is_causal != causal:
         why = (
             "a mask must be a right padding, given to the model as a 2-D attention_mask, and "
-            f"{_MASKS[not causal]} where the layer has is_causal={causal}; got "
-            f"{'a Tensor' if is_tensor else attention_mask}"
+            f"{plain} where the layer has is_causal={causal}; got "
+            f"{mask if isinstance(mask, Mask) else f'a {type(mask).__name__}'}"
         )
+    elif sliding_window is not None and not isinstance(mask.length, Window):
+        why = f"the layer has sliding_window={sliding_window} and a mask without a window, {mask}"
     elif dropout:
         why = (
             "attention dropout is refused until it is exact and reproducible across ranks; set it "
@@ -325,40 +355,46 @@ def attention_forward(
     if why:
         raise ValueError(f"{why} (in {type(module).__name__})")
     attend = attended if call.cache is None else _attended_untraced
-    return attend(call, module, (query, key, value), bool(causal), scaling), None
-
-
-_MASKS = ("causal", "bidirectional")
-"""Names that `attention_mask` returns: attention compares it with `is_causal` of the layer."""
+    scores = Scores(scaling, s_aux, softcap)
+    return attend(call, module, (query, key, value), mask, scores), None
 
 
 def attention_mask(
     *,
+    config: Any = None,
     mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
     **others: Any,
-) -> str:
-    """The name of a mask, where transformers makes one; without it, it would drop masks in silence.
+) -> Mask:
+    """The kind of a mask, where transformers makes one; without it, it would drop masks in silence.
 
     Causal masks and none at all are `is_causal` of the layer, and padding and documents the model's
-    hook has seen. Any other mask is refused here.
+    hook has seen. `local_size` is that of a sliding window, which counts the query where it is
+    causal, or of chunks. Any other mask is refused here.
 
     Raises:
         ValueError: the mask is another.
     """
+    # transformers withdraws its leave to skip a mask that it changes; it gives one of them alone.
+    if local_size is not None and allow_is_bidirectional_skip:
+        return Mask(False, Window(local_size, local_size))
+    if local_size is not None and allow_is_bidirectional_skip is None and allow_is_causal_skip:
+        is_window = getattr(config, "sliding_window", None) == local_size
+        return Mask(True, Window(local_size - 1) if is_window else local_size)
     plain = {
         causal_mask_function: allow_is_causal_skip,
-        bidirectional_mask_function: allow_is_bidirectional_skip,
+        bidirectional_mask_function: allow_is_bidirectional_skip is not False,
     }
     if not plain.get(mask_function, False):
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         raise ValueError(
-            "only transformers' causal and bidirectional masks are supported: the pattern decides "
-            "what a head sees. For packing and padding, call set_attention(model, pattern) first. "
-            f"Got the mask {name.split('.')[0]}"
+            "only transformers' causal and bidirectional masks, sliding windows and chunks are "
+            "supported, and the pattern decides what a head sees. For packing and padding, call "
+            f"set_attention(model, pattern) first. Got the mask {name.split('.')[0]}"
         )
-    return _MASKS[mask_function is bidirectional_mask_function]
+    return Mask(mask_function is causal_mask_function)
 
 
 # --- hooks
@@ -379,7 +415,10 @@ def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         prepare = _prepared_with_cache_untraced
     else:
         prepare = prepared if settings.options.group is None else _prepared_untraced
-    return (), prepare(module, settings, given)
+    given = prepare(module, settings, given)
+    if "logits_to_keep" in inspect.signature(module.forward).parameters:
+        given["logits_to_keep"] = None  # the head takes them; Gemma 4 would drop queries before
+    return (), given
 
 
 def _after_base(
@@ -413,8 +452,8 @@ def _restore_when_made() -> None:
             return
         if implementation != NAME:
             raise ValueError(
-                f"this {type(model).__name__} has the dilated pattern {found} by its config, but "
-                f"attn_implementation is {implementation!r}, another function: pass "
+                f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, "
+                f"but attn_implementation is {implementation!r}, another function: pass "
                 f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
                 f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
             )

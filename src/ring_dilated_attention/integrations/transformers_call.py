@@ -21,7 +21,7 @@ from ..nn import document_positions
 from ..nn.heads import Heads, slice_of_projections
 from ..options import AttentionOptions
 from ..parallel import comparing
-from ..pattern import DilatedPattern, check_head_slice, in_brief
+from ..pattern import DilatedPattern, Length, check_head_slice, in_brief
 from ..torch_op import lengths_of_mask
 from .transformers_support import (
     CACHE_NAMES,
@@ -30,6 +30,7 @@ from .transformers_support import (
     PACKED_HYBRIDS,
     PACKING,
     WITH_TABLES,
+    Layers,
     check_arguments,
     kind_of,
 )
@@ -43,10 +44,16 @@ class Settings:
 
     pattern: DilatedPattern
     options: AttentionOptions
+    layers: Layers = "full"
     compared: set[str] = field(default_factory=set, compare=False)
     """Holds ``num_items_in_batch`` once ranks have compared one of a GPU."""
 
     refusals: list[str] = field(default_factory=list, compare=False)  # by the head, in this call
+
+    @property
+    def told(self) -> tuple[DilatedPattern, Layers]:
+        """What the model's config holds."""
+        return self.pattern, self.layers
 
     @property
     def ranks(self) -> int:
@@ -71,6 +78,18 @@ class Call:
     documents: list[int] | None = None  # cumulative lengths; None: one document
     lengths: list[int] | None = None  # valid positions of each row of the batch; None: all
     cache: Any = None  # a `DilatedCache`
+    source: Tensor | None = None  # (1 or batch, m): the columns that it computes; None: all
+
+
+class Mask(NamedTuple):
+    """What transformers' own attention would show a layer's queries."""
+
+    is_causal: bool
+    length: Length = None  # of its window or chunks, which segments are too; None: all positions
+
+    def __str__(self) -> str:
+        name = "causal" if self.is_causal else "bidirectional"
+        return name if self.length is None else f"{name} {self.length}"
 
 
 class Rows(NamedTuple):
@@ -131,7 +150,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     inputs = [x for x in map(given.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)]
     with together(name, ends, inputs[0].device if inputs else torch.device("cpu")) as agreed:
         settings.raise_refusal()
-        check_arguments(module, given, settings.pattern, ends.world_size, is_cached=False)
+        check_arguments(module, given, settings.told, ends.world_size, is_cached=False)
         rows = _rows(given, ends, layout)
         text_ids, rope = ids, getattr(module.config, "rope_parameters", None) or {}
         if "mrope_section" in rope and isinstance(ids, Tensor) and ids.dim() == 3:
@@ -165,11 +184,12 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
     if text_ids is not None:
         documents = _restarts(name, text_ids, rows, lengths, documents, ends)
     _check_layers(module, given, documents)
-    if ids is None and (
-        ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1))
-    ):
+    source = None
+    if ends.world_size > 1 or layout not in (None, SequenceLayout.contiguous(rows.total, 1)):
+        source = rows.positions[None]
+    if ids is None and source is not None:
         # A model that has all tokens in order knows best: it may skip padding, wherever that is.
-        ids = rows.positions[None]
+        ids = source
     if mask is None:
         mask = rows.positions.new_ones(rows.batch, len(rows.positions), dtype=torch.bool)
     return {
@@ -177,7 +197,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
         "position_ids": ids,
         "attention_mask": mask,
         "use_cache": False,
-        NAME: Call(settings, layout, documents, lengths),
+        NAME: Call(settings, layout, documents, lengths, source=source),
     }
 
 
@@ -326,15 +346,19 @@ _KEY = ("k_proj", "kv_b_proj", "query_key_value")
 
 
 def pattern_of_layer(
-    module: nn.Module, settings: Settings, query_heads: int, kv_heads: int
+    module: nn.Module, settings: Settings, own_length: Length, query_heads: int, kv_heads: int
 ) -> DilatedPattern:
     """The pattern of an attention module, for the heads that it has on this rank.
+
+    `own_length` is that of the window or chunks which transformers gives the layer; None: none.
 
     transformers' ``tp_plan`` and torch's ``parallelize_module`` leave each rank a few heads of a
     layer, of which the module's config says how many there are, and its weights, which. Where
     neither `head_slice` nor the weights say it, a ValueError.
     """
-    pattern = settings.pattern  # of all layers
+    pattern = settings.pattern
+    if own_length is not None and settings.layers == "full":
+        pattern = DilatedPattern([own_length], [1])
     if settings.options.head_slice is not None:
         return pattern.of_heads(check_head_slice(settings.options.head_slice), kv_heads)
     own = layer = Heads(query_heads, kv_heads)
@@ -349,6 +373,22 @@ def pattern_of_layer(
         return pattern
     found = slice_of_projections(layer, own, weights, type(module).__name__)
     return pattern.of_heads(found, kv_heads)
+
+
+def retuned(module: Any, query: Tensor, columns: Tensor | None) -> Tensor:
+    """Queries (batch, m, heads, head_dim) of Llama 4, scaled for columns (1 or batch, m).
+
+    Its layers without rotations scale queries as if they were the first m columns of the input.
+    """
+    if columns is None or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scales(column: Tensor) -> Tensor:
+        blocks = torch.floor((column.float() + 1) / module.floor_scale)
+        return torch.log1p(blocks) * module.attn_scale + 1
+
+    first = torch.arange(query.shape[1], device=query.device)
+    return (query * (scales(columns) / scales(first))[..., None, None]).to(query.dtype)
 
 
 def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:

@@ -15,7 +15,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from ..pattern import DilatedPattern, check_positive_int
 from .transformers_call import (
     SETTINGS,
     Call,
+    Mask,
     Rows,
     Settings,
     cache_of,
@@ -41,6 +42,7 @@ from .transformers_call import (
     check_table,
     inputs_of,
     pattern_of_layer,
+    retuned,
 )
 from .transformers_support import (
     CACHE_NAMES,
@@ -250,12 +252,20 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 # --- attention
 
 
+class Scores(NamedTuple):
+    """How scores become weights: arguments of `dilated_attention` and `cached_attention`."""
+
+    scale: float | None = None
+    sink: Tensor | None = None
+    softcap: float | None = None
+
+
 def attended(
     call: Call,
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
-    is_causal: bool,
-    scale: float | None,
+    mask: Mask,
+    scores: Scores,
 ) -> Tensor:
     """Attention of the shards of a sequence, or of new tokens to a cache, which then has them too.
 
@@ -265,12 +275,13 @@ def attended(
     settings, cache, width = call.settings, call.cache, tensors[2].shape[3]
     options = settings.options
     layer = None if cache is None else cache.taken(module, *tensors[1:])
-    if cache is not None and not is_causal:
+    if cache is not None and not mask.is_causal:
         raise ValueError(
             f"a KV cache is for causal attention; {type(module).__name__} has is_causal=False"
         )
     query, key, value = (x.transpose(1, 2) for x in tensors)
-    pattern = pattern_of_layer(module, settings, query.shape[2], key.shape[2])
+    query = retuned(module, query, call.source)
+    pattern = pattern_of_layer(module, settings, mask.length, query.shape[2], key.shape[2])
     if cache is None:
         # Narrower values, as of DeepSeek's latent attention, take as long as if they were not.
         value = F.pad(value, (0, query.shape[3] - width)) if query.shape[3] > width else value
@@ -279,13 +290,13 @@ def attended(
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
             found: torch.Tensor = cached_attention(
-                query, key, value, kv, scale=scale, backend=options.backend
+                query, key, value, kv, **scores._asdict(), backend=options.backend
             )
             return found
     out = dilated_attention(
         *(query, key, value, pattern),
-        is_causal=is_causal,
-        scale=scale,
+        is_causal=mask.is_causal,
+        **scores._asdict(),
         documents=call.documents,
         lengths=call.lengths,
         group=options.group,
@@ -310,7 +321,6 @@ class CachedCall(Call):
     columns: int  # tokens of each row, padding included
     after: tuple[int, ...]  # valid positions of each row after the call
     position_ids: Tensor  # of the columns that this rank computes, (1 or batch, columns)
-    source: Tensor | None = None  # (batch, local_sequence): the columns that it computes; None: all
 
 
 def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
@@ -390,7 +400,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
             "or leave use_cache and the cache out"
         )
     ends, inputs = resolve_exchange(settings.options.group), inputs_of(given)
-    check_arguments(module, given, settings.pattern, ends.world_size, is_cached=True)
+    check_arguments(module, given, settings.told, ends.world_size, is_cached=True)
     batch, count, device = *inputs.shape[:2], inputs.device
     before, was = cache.get_seq_length(), cache.settings
     others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
@@ -400,7 +410,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
             "a model takes input_ids or inputs_embeds, attention_mask and position_ids; got "
             f"{', '.join(sorted(others))}"
         )
-    elif (was.pattern, was.options.group) != (settings.pattern, settings.options.group):
+    elif (was.told, was.options.group) != (settings.told, settings.options.group):
         why = (
             "it must be of the model's own pattern and group; set_attention was called since it "
             f"was made, or with another model. It has {was.pattern}, the model {settings.pattern}"

@@ -12,11 +12,11 @@ has the pattern with all its options.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from ..pattern import DilatedPattern, in_brief
+from ..pattern import DilatedPattern, check_choice, in_brief
 
 NAME = "ring_dilated_attention"
 """Value of ``attn_implementation``; the entry of a config that holds the pattern; and the argument
@@ -29,6 +29,11 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Documents as transformers' models take them; linear attention reads them too."""
 
 
+Layers: TypeAlias = Literal["full", "all"]
+LAYERS: tuple[str, ...] = get_args(Layers)
+"""Which layers take the pattern: those of full attention, or those with windows and chunks too."""
+
+
 # --- models, by the ``model_type`` of their classes
 
 
@@ -37,13 +42,16 @@ def _types(names: str) -> frozenset[str]:
 
 
 DECODERS = _types(
-    "apertus apertus1p5_text arcee aria_text axk1 biogpt bitnet codegen cohere ctrl deepseek_v2 "
-    "deepseek_v3 diffllama ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 glm4_moe glm4_moe_lite "
-    "gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium hrm_text "
-    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash "
-    "mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral nanochat olmo olmo2 "
-    "olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open "
-    "starcoder2 youtu"
+    "afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere "
+    "cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 diffllama dory dots1 ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text "
+    "gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
+    "gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
+    "hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna "
+    "llama llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 "
+    "minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo "
+    "olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss "
+    "smollm3 solar_open starcoder2 vaultgemma youtu"
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
@@ -51,7 +59,8 @@ WITH_TABLES = _types("biogpt codegen ctrl gpt2 gpt_bigcode gptj")
 """Decoders that look positions up in a table, of config.max_position_embeddings."""
 
 HYBRIDS = _types(
-    "jamba lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
+    "jamba lara_mini lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text "
+    "qwen3_next recurrent_gemma zaya"
 )
 """Decoders some of whose layers mix positions by convolutions or recurrences: on one process."""
 
@@ -61,11 +70,18 @@ others run over borders."""
 
 ON_ONE_PROCESS = HYBRIDS | _types(
     "albert bert bert-generation camembert data2vec-text distilbert electra ernie esm esmc "
-    "eurobert glm4v_text gte jina_embeddings_v3 nomic_bert qwen2_5_vl_text qwen2_vl_text "
-    "qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert xlm-roberta "
-    "xlm-roberta-xl"
+    "eurobert glm4v_text gte jina_embeddings_v3 modernbert nomic_bert qwen2_5_vl_text "
+    "qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text roberta roberta-prelayernorm roc_bert "
+    "ultrabert xlm-roberta xlm-roberta-xl"
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
+
+REFUSED = {
+    "an indexer chooses its keys": _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
+    "it has biases in its scores": _types("bloom inkling_text inkling2_text mpt t5"),
+    "it computes its masks": _types("doge"),
+}
+"""Models that have what no pattern has."""
 
 HEADS = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of models whose heads treat every token alone and learn the next one."""
@@ -82,6 +98,12 @@ def kind_of(model: Any) -> str:
     return kind if kind in DECODERS or kind in ON_ONE_PROCESS else ""
 
 
+def base_of(model: Any) -> Any:
+    """A model without its head; itself where it has none."""
+    base = model.base_model  # the model itself where its name for that is wrong, as Llama 4's is
+    return getattr(model, "model", model) if base is model else base
+
+
 def without_adapters(model: Any, ranks: int = 1) -> Any:
     """The model of transformers inside of a PeftModel; any other model as it is."""
     peft = sys.modules.get("peft")
@@ -96,15 +118,19 @@ def without_adapters(model: Any, ranks: int = 1) -> Any:
     return model.base_model if has_tokens else model.base_model.model
 
 
-def _windows(config: Any) -> str:
-    """Layers that do not see the whole sequence: "sliding_window=4096 in layers 0, 2"."""
-    kinds = list(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window is not None:
-        return f"sliding_window={window} in all layers"
-    local = [i for i, x in enumerate(kinds) if x.startswith(("sliding", "chunked"))]
-    of = f"sliding_window={window}" if window is not None else "windows"
-    return f"{of} in layers {', '.join(map(str, local))}" if local else ""
+def check_pattern(base: Any, pattern: DilatedPattern, layers: Layers) -> None:
+    """Raise a ValueError where no layer would take a pattern."""
+    kinds = list(getattr(base.config, "layer_types", None) or ())
+    if not kinds and getattr(base.config, "sliding_window", None) is not None:
+        kinds = ["sliding_attention"]
+    local = [x.startswith(("sliding", "chunked")) for x in kinds]
+    dense = DilatedPattern.dense().branches
+    if local and all(local) and layers == "full" and pattern.branches != dense:
+        raise ValueError(
+            f"no layer of this {type(base).__name__} has full attention, so none would take the "
+            f"pattern {pattern}: pass layers='all', or set config.sliding_window = None before the "
+            "model is made"
+        )
 
 
 def _by_length(model: Any) -> str:
@@ -124,14 +150,14 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
     """
     kind, name = kind_of(base), type(model).__name__
     if not kind:
-        got = f"{getattr(model.config, 'model_type', None)!r}"
+        found = getattr(base.config, "model_type", None)
+        reasons = [f" ({reason})" for reason, kinds in REFUSED.items() if found in kinds]
+        got = f"{found!r}{''.join(reasons)}"
         why = (
             "a model must be of a type that it was tested with, see DECODERS and ON_ONE_PROCESS in "
             "integrations/transformers_support.py; of a model of images and text, give it the "
             "language model, as model.model.language_model"
         )
-    elif got := _windows(base.config):
-        why = "the pattern alone decides what a head sees: config.sliding_window must be None"
     elif ranks == 1:
         return
     elif kind not in DECODERS:
@@ -163,7 +189,7 @@ Where the required value is a bool, None stands for the value in the config."""
 HARMLESS = frozenset(
     {
         "position_ids",  # the model's rotations have them
-        *("use_cache", "cache_position", "return_dict"),
+        *("use_cache", "cache_position", "return_dict", "deterministic"),
         *("output_hidden_states", "output_router_logits"),
         *("num_items_in_batch", "labels", "shift_labels"),
         "seq_idx",  # of layers other than attention
@@ -174,18 +200,24 @@ is given and is not here is refused."""
 
 
 def check_arguments(
-    module: Any, given: dict[str, Any], pattern: DilatedPattern, ranks: int, is_cached: bool
+    module: Any,
+    given: dict[str, Any],
+    told: tuple[DilatedPattern, Layers],
+    ranks: int,
+    is_cached: bool,
 ) -> None:
     """Raise a ValueError for arguments that mean nothing here, or a model that was changed.
 
-    `module` is the model without its head, and `given` are the arguments of its forward.
+    `module` is the model without its head, and `given` are the arguments of its forward; `told` is
+    what `set_attention` wrote into its config.
     """
     config = module.config
-    now = config._attn_implementation, saved(config)
-    if now != (NAME, pattern):
+    now, held = config._attn_implementation, saved(config)
+    if (now, held) != (NAME, told):
+        got = "no pattern" if held is None else f"the pattern {held[0]} for {held[1]} layers"
         raise ValueError(
-            f"set_attention gave this model the pattern {pattern}, but its config now has the "
-            f"attn_implementation {now[0]!r} and the pattern {now[1]}: models that share a config "
+            f"set_attention gave this model the pattern {told[0]} for {told[1]} layers, but its "
+            f"config now has the attn_implementation {now!r} and {got}: models that share a config "
             "object share its pattern, so make each with copy.deepcopy(config); for other "
             "attention call remove_attention(model)"
         )
@@ -205,12 +237,12 @@ _LOAD = "import ring_dilated_attention.integrations.transformers before from_pre
 _PATTERN = ("segment_lengths", "dilation_rates", "head_offsets", "head_branches", "zero_keys")
 
 
-def write(config: Any, pattern: DilatedPattern) -> None:
+def write(config: Any, pattern: DilatedPattern, layers: Layers) -> None:
     """Note a pattern in a config of transformers, which is changed in place."""
     config.attn_implementation = NAME
     entry = {name: getattr(pattern, name) for name in _PATTERN}  # every option; JSON has no tuples
     entry = {name: list(x) if isinstance(x, tuple) else x for name, x in entry.items()}
-    setattr(config, NAME, {"pattern": entry, "load": _LOAD})
+    setattr(config, NAME, {"pattern": entry, "layers": layers, "load": _LOAD})
 
 
 def erase(config: Any) -> None:
@@ -219,8 +251,8 @@ def erase(config: Any) -> None:
         vars(config).pop(name, None)
 
 
-def saved(config: Any) -> DilatedPattern | None:
-    """The pattern that a config holds; None: there is none.
+def saved(config: Any) -> tuple[DilatedPattern, Layers] | None:
+    """The pattern that a config holds, and which layers take it; None: there is none.
 
     The entry is that of `write`, or arguments of `DilatedPattern` alone, with its defaults.
 
@@ -231,7 +263,9 @@ def saved(config: Any) -> DilatedPattern | None:
     if entry is None:
         return None
     try:
-        return DilatedPattern(**entry.get("pattern", entry))
+        layers = entry.get("layers", "full")
+        check_choice("layers", layers, LAYERS)
+        return DilatedPattern(**entry.get("pattern", entry)), layers
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"config.{NAME} holds no pattern as set_attention writes it: "

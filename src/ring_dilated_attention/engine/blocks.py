@@ -106,9 +106,9 @@ class Block(NamedTuple):
             return found
         # Heads are the second dimension of the block, and side by side in the tensor.
         dim = 2 if rows_first else 1
-        size, stride = list(found.size), list(found.stride)
-        size[dim], stride[dim] = self.inner.size * self.group, tensor.stride(2)
-        return Placement(tuple(size), tuple(stride), found.offset)
+        sizes, strides = list(found.size), list(found.stride)
+        sizes[dim], strides[dim] = self.inner.size * self.group, tensor.stride(2)
+        return Placement(tuple(sizes), tuple(strides), found.offset)
 
     def place_keys(self, tensor: torch.Tensor, *, rows_first: bool = False) -> Placement:
         """The same of key rows: (batch, local_sequence, kv_heads, ...), or `by_slot`."""

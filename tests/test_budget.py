@@ -9,20 +9,20 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
     "bench": (809, 4),
-    "checks": (1_404, 6),
+    "checks": (1_464, 6),
     "cli": (1_025, 6),
-    "decode": (1_539, 5),
+    "decode": (1_602, 5),
     "draw": (644, 4),
-    "engine": (2_215, 9),
+    "engine": (2_256, 9),
     "exchange": (1_508, 7),
     "integrations": (2_980, 10),
     "kernels": (3_363, 10),
-    "nn": (3_145, 12),
+    "nn": (3_153, 12),
     "parallel": (1_029, 4),
     "plan": (2_797, 9),
-    "the root": (2_218, 10),
-    "tiles": (1_000, 6),
-    "torch_op": (979, 5),
+    "the root": (2_350, 10),
+    "tiles": (1_146, 6),
+    "torch_op": (1_048, 5),
 }
 MOST_TESTS = 20_600
 SLACK = 0.02

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ring_dilated_attention import (
 from ring_dilated_attention.checks import combine, reference_attention, run_case
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
+from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.tiles import TileGradients, TileInputs, backend_named
 
 MIXED = DilatedPattern([7, None], [2, 3], zero_keys=True)
@@ -48,9 +50,9 @@ def packings(draw, length, batch):
 @given(cases(), st.data())
 def test_any_call_equals_the_reference(case, data):
     """Forward and backward, dsink too: all exchanges, GQA, documents, lengths, views, windows."""
-    draw = data.draw
+    draw, sides = data.draw, st.tuples(st.integers(0, 40), st.integers(0, 9))
     has_sink, softcap = draw(st.sampled_from([(True, None), (False, 0.8), (True, 2.5)]))
-    windowed = DilatedPattern([(draw(st.integers(0, 40)), draw(st.integers(0, 9))), None], [1, 5])
+    windowed = DilatedPattern([Window(*draw(sides)), None], [1, 5])
     case = replace(
         case,
         pattern=draw(st.sampled_from([case.pattern, windowed])),
@@ -128,7 +130,11 @@ def test_only_the_sink_needs_a_gradient():
 
 def test_modules_and_autocast():
     *inputs, sink = tensors(torch.float32)
-    want = dilated_attention(*inputs, MIXED, sink=sink, softcap=1.5)
+    query, key, value = inputs
+    for softcap in (0.3, 1.5):  # one plan
+        want = dilated_attention(query, key, value, MIXED, sink=sink, softcap=softcap)
+        exact, _ = reference_attention(query, key, value, MIXED, sink=sink, softcap=softcap)
+        torch.testing.assert_close(want, exact)
     assert torch.equal(DilatedAttention(MIXED, softcap=1.5)(*inputs, sink=sink), want)
     layer = MultiheadDilatedAttention(32, HEADS, segment_lengths=[7, None], dilation_rates=[2, 3])
     rows = torch.randn(2, LENGTH, 32)
@@ -137,7 +143,7 @@ def test_modules_and_autocast():
     assert torch.equal(got, layer.combine(layer.attend(*heads, sink=sink, softcap=1.5)))
     assert not torch.equal(got, layer(rows, rows, rows, sink=sink)[0])
     with torch.autocast("cpu", torch.bfloat16):  # the sink stays in float32
-        rough = dilated_attention(*inputs, MIXED, sink=sink, softcap=1.5)
+        rough = dilated_attention(query, key, value, MIXED, sink=sink, softcap=1.5)
     assert rough.dtype == torch.bfloat16
     torch.testing.assert_close(rough.float(), want, rtol=0.05, atol=0.02)
 
@@ -146,22 +152,29 @@ def test_modules_and_autocast():
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.1}])
 def test_cached_and_replicated_queries_are_rows_of_the_reference(ranks, options):
     query, key, value, sink = tensors()
-    pattern, options = DilatedPattern([8, None], [1, 3]), {**options, "sink": sink}
+    pattern = DilatedPattern([8, None], [1, 3])
+    options = {**options, "sink": sink}
     want, want_lse = reference_attention(query, key, value, pattern, is_causal=True, **options)
     layout = SequenceLayout.contiguous(LENGTH, ranks)
 
     def rank(ends):
-        sizes = {"max_length": LENGTH, "dtype": torch.float64}
+        sizes: Any = {"max_length": LENGTH, "dtype": torch.float64}
         cache = DilatedKVCache(pattern, 2, KV_HEADS, 8, group=ends, sharded=ranks > 1, **sizes)
         found = []
         for rows in (slice(0, 20), slice(20, 21), slice(21, LENGTH)):
-            given = query[:, rows], key[:, rows], value[:, rows]
-            found.append(cached_attention(*given, cache, return_lse=True, **options))
+            new = query[:, rows], key[:, rows], value[:, rows]
+            found.append(cached_attention(*new, cache=cache, return_lse=True, **options))
         outs, lses = zip(*found, strict=True)
-        own = (layout.shard(x, ends.rank, 1) for x in (key, value))
-        given = {"group": ends, "layout": layout, "is_causal": True, "return_lse": True, **options}
+        keys, values = (layout.shard(x, ends.rank, 1) for x in (key, value))
+        given: Any = {
+            "group": ends,
+            "layout": layout,
+            "is_causal": True,
+            "return_lse": True,
+            **options,
+        }
         some = query[:, 9:31]
-        replicated = replicated_query_attention(some, *own, pattern, range(9, 31), **given)
+        replicated = replicated_query_attention(some, keys, values, pattern, range(9, 31), **given)
         return (torch.cat(outs, 1), torch.cat(lses, 2)), replicated
 
     for cached, replicated in run_loopback(ranks, rank):
@@ -172,26 +185,30 @@ def test_cached_and_replicated_queries_are_rows_of_the_reference(ranks, options)
 
 def test_eager_tiles_with_a_softcap_are_bounded_blocks(monkeypatch):
     """However long a tile is, no scores are made of more than a block of its rows."""
-    eager, largest = backend_named("eager"), []
-    tanh = torch.tanh
-    monkeypatch.setattr(torch, "tanh", lambda x: largest.append(x.numel()) or tanh(x))
+    eager, largest, tanh = backend_named("eager"), [], torch.tanh
+
+    def note(x):
+        largest.append(x.numel())
+        return tanh(x)
+
+    monkeypatch.setattr(torch, "tanh", note)
     q, k, v, dout = torch.randn(4, 1, 1, 2000, 8, dtype=torch.float64)
     for is_causal in (False, True):
         tile = TileInputs(q, k, v, is_causal, 0.3, softcap=1.2)
-        q4 = [x.transpose(1, 2) for x in (q, k, v)]
-        leaves = [x.clone().requires_grad_() for x in q4]
-        options = {"is_causal": is_causal, "scale": 0.3}
+        leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
+        query, key, value = leaves
+        options: Any = {"is_causal": is_causal, "scale": 0.3, "softcap": 1.2}
         out, lse = eager.forward(tile)
         found = eager.backward(tile, TileGradients(dout, out, lse))
         assert max(largest) <= 1 << 18
-        want, _ = reference_attention(*leaves, DilatedPattern.dense(), softcap=1.2, **options)
+        want, _ = reference_attention(query, key, value, DilatedPattern.dense(), **options)
         largest.clear()
         grads = torch.autograd.grad(want, leaves, dout.transpose(1, 2))
         for a, b in zip((out, *found), (want, *grads), strict=True):
             torch.testing.assert_close(a, b.transpose(1, 2), rtol=1e-10, atol=1e-10)
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "no tensor": ({"sink": 1.0}, TypeError, r"sink must be a tensor \(heads,\)"),
     "shape": ({"sink": torch.zeros(2)}, ValueError, r"shape \(4,\), on cpu; got shape \(2,\)"),
     "dtype": ({"sink": torch.zeros(4).half()}, TypeError, "must be torch.float32 or that of query"),
@@ -214,25 +231,25 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     options, error, message = REFUSED[name]
-    inputs = tensors()[:3]
+    query, key, value, _ = tensors()
     with pytest.raises(error, match=message):
-        dilated_attention(*inputs, MIXED, **options)
+        dilated_attention(query, key, value, MIXED, **options)
     if "backend" not in options:
         with pytest.raises(error, match=message):
-            reference_attention(*inputs, MIXED, **options)
+            reference_attention(query, key, value, MIXED, **options)
 
 
 def test_ranks_differ_in_softcap_and_a_replicated_sink_has_no_gradient():
-    inputs = tensors()[:3]
+    query, key, value, _ = tensors()
 
     def rank(ends):
         with pytest.raises(ValueError, match="softcap"):
-            dilated_attention(*inputs, MIXED, group=ends, softcap=1.0 + ends.rank)
+            dilated_attention(query, key, value, MIXED, group=ends, softcap=1.0 + ends.rank)
 
     run_loopback(2, rank)
     sink = torch.zeros(HEADS, requires_grad=True)
     with pytest.raises(RuntimeError, match="no gradient of a sink"):
-        replicated_query_attention(*inputs, MIXED, range(LENGTH), sink=sink)
+        replicated_query_attention(query, key, value, MIXED, range(LENGTH), sink=sink)
     cache = DilatedKVCache(DilatedPattern([8], [2]), 2, KV_HEADS, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="has no gradient"):
-        cached_attention(*inputs, cache, sink=sink)
+        cached_attention(query, key, value, cache, sink=sink)

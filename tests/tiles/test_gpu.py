@@ -21,6 +21,7 @@ from ring_dilated_attention.checks import (
 )
 from ring_dilated_attention.engine import Accumulator, TileCall, compute
 from ring_dilated_attention.exchange import run_loopback
+from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     TileGradients,
@@ -219,7 +220,7 @@ def test_tiles_in_any_layout_one_after_another(backend):
 
 def scored_cases(backend, dtype):
     """Softcap, windows, sinks, and all at once; with ranks, tiles of halos: Lq is not Lk."""
-    windows = (DilatedPattern([(70, 0)], [1]), DilatedPattern([(33, 20), None], [2, 3]))
+    windows = [DilatedPattern([Window(70, 0)], [1]), DilatedPattern([Window(33, 20), None], [2, 3])]
     patterns = (DilatedPattern.dense(), DilatedPattern([48, None], [1, 3]), *windows)
     sizes = [(257, 64, 1), (331, 128, 3), (61, 48, 2)]
     numbered = enumerate(product(sizes, patterns, (None, 0.6, 30.0)))

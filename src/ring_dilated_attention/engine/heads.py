@@ -57,7 +57,7 @@ class HeadExchange(NamedTuple):
     @property
     def query_heads(self) -> int:
         """How many these are."""
-        return self.heads.stop - self.heads.start
+        return len(range(self.split.num_heads)[self.heads])
 
     def to_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
         """All rows of the group, of the heads that this rank computes.

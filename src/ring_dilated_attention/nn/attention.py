@@ -263,12 +263,12 @@ class MultiheadDilatedAttention(nn.Module):
         q_bnhd, k_bnhd, v_bnhd = telling_ranks(told, heads, query, key, value)
         if attend is not None:
             return self.combine(attend(q_bnhd, k_bnhd, v_bnhd)), None
-        options = {"is_causal": is_causal, "documents": documents, "group": group, "layout": layout}
+        options: dict[str, Any] = {"is_causal": is_causal, "sink": sink, "softcap": softcap}
+        options |= {"documents": documents, "group": group, "layout": layout}
         if lengths is None and not is_dtensor(q_bnhd):  # the first layer reads a mask for all
             options |= padding(self, key_padding_mask, q_bnhd, layout, group)
         else:
             options |= {"lengths": lengths, "key_padding_mask": key_padding_mask}
-        options |= {"sink": sink, "softcap": softcap}
         return self.combine(self.attend(q_bnhd, k_bnhd, v_bnhd, **options)), None
 
     # The three parts of forward: the first and the last treat every row alone.

@@ -11,20 +11,20 @@ BUDGET = {
     "bench": (809, 4),
     "checks": (1_404, 6),
     "cli": (1_025, 6),
-    "decode": (1_539, 5),
+    "decode": (1_567, 5),
     "draw": (644, 4),
     "engine": (2_215, 9),
     "exchange": (1_508, 7),
     "integrations": (2_980, 10),
-    "kernels": (3_363, 10),
+    "kernels": (3_368, 10),
     "nn": (3_145, 12),
     "parallel": (1_029, 4),
-    "plan": (2_797, 9),
+    "plan": (2_982, 9),
     "the root": (2_218, 10),
     "tiles": (1_000, 6),
     "torch_op": (979, 5),
 }
-MOST_TESTS = 20_600
+MOST_TESTS = 20_820
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

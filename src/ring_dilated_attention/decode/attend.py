@@ -179,7 +179,8 @@ def _check(tensors: _Tensors, cache: DilatedKVCache, options: dict[str, Any]) ->
         )
     cache.check_new(key, value)
     kind = backend, query.device, query.dtype
-    count, bands = query.shape[1], query.shape[1] > 1 and cache.plan.has_windows
+    count = query.shape[1]
+    bands = count > 1 and cache.plan.has_windows
     if kernel_computes(*kind, count, query.shape[3], bands=bands):
         return None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -341,7 +341,7 @@ def plan_cache(
                     f"a KV cache takes windows of dilation rate 1; got {pattern}: give that window "
                     "a rate of 1, or attend to the whole text with dilated_attention"
                 )
-            window = length.left if length.left < most else NO_END
+            window = length.left if length.left + 1 < most else NO_END
         elif length is not None and length < most:
             segment = length
         heads = tuple(

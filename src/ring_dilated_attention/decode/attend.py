@@ -324,8 +324,8 @@ def _by_tiles(
                 keys, values = (x[rows, tile.heads] for x in cache.of_branch(tile.branch))
                 for places, slots in runs_of_slots(own, tile.branch.slots):
                     for queries, seen_of, band in cache.plan.shown(tile, own[places], cache.shard):
-                        some = (x[:, :, slots][:, :, seen_of] for x in (keys, values))
-                        merge_tile((rows, queries, tile.kv_heads), *some, False, band)
+                        k, v = (x[:, :, slots][:, :, seen_of] for x in (keys, values))
+                        merge_tile((rows, queries, tile.kv_heads), k, v, False, band)
     if not is_one:
         cache.write(key, value)
     cache.count(count)

@@ -25,6 +25,7 @@ from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import NO_END
 from ring_dilated_attention.kernels.decode import strips_of_cache
+from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.plan import plan_cache
 
 pytest.importorskip("triton")
@@ -74,7 +75,7 @@ def reference(*tensors, pattern, **options):
     ("pattern", "counts"),
     [
         (DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]),
-        (DilatedPattern([(4, 0), 6], [1, 2]), [1] * 9),
+        (DilatedPattern([Window(4), 6], [1, 2]), [1] * 9),
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ from ring_dilated_attention.checks import reference_attention, run_ranks
 from ring_dilated_attention.checks.ranks import world_exchange
 from ring_dilated_attention.exchange import SoloExchange, run_loopback
 from ring_dilated_attention.kernels import profile_of
+from ring_dilated_attention.pattern import Window
 
 HEAD_DIM = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the decoding kernels
@@ -257,7 +258,7 @@ OF_STEPS: dict[str, Any] = {
 @example(  # a window longer than the prompt, and one of the position alone, on two ranks
     {
         **OF_STEPS,
-        "pattern": DilatedPattern([(9, 0), (0, 3), 6], [1, 1, 2]),
+        "pattern": DilatedPattern([Window(9), Window(0, 3), 6], [1, 1, 2]),
         "heads": 6,
         "max_length": None,
         "max_rewind": 5,
@@ -299,7 +300,7 @@ def test_any_steps(case):
 @example(
     {
         **OF_STEPS,
-        "pattern": DilatedPattern([(7, 0), (0, 0), None], [1, 1, 3]),
+        "pattern": DilatedPattern([Window(7), Window(0), None], [1, 1, 3]),
         "heads": 6,
         "max_length": 60,
         "max_rewind": 2,

@@ -205,7 +205,8 @@ def _check(
         )
     cache.check_new(key, value)
     kind = backend, query.device, query.dtype
-    count, bands = query.shape[1], query.shape[1] > 1 and cache.plan.has_windows
+    count = query.shape[1]
+    bands = count > 1 and cache.plan.has_windows
     capped = options["softcap"] is not None
     if not capped and kernel_computes(*kind, count, query.shape[3], bands=bands):
         return None
@@ -355,8 +356,8 @@ def _by_tiles(
                 keys, values = (x[rows, tile.heads] for x in cache.of_branch(tile.branch))
                 for places, slots in runs_of_slots(own, tile.branch.slots):
                     for queries, seen_of, band in cache.plan.shown(tile, own[places], cache.shard):
-                        some = (x[:, :, slots][:, :, seen_of] for x in (keys, values))
-                        merge_tile((rows, queries, tile.kv_heads), *some, False, band)
+                        k, v = (x[:, :, slots][:, :, seen_of] for x in (keys, values))
+                        merge_tile((rows, queries, tile.kv_heads), k, v, False, band)
     if not is_one:
         cache.write(key, value)
     cache.count(count)

@@ -341,7 +341,7 @@ def plan_cache(
                     f"a KV cache takes windows of dilation rate 1; got {pattern}: give that window "
                     "a rate of 1, or attend to the whole text with dilated_attention"
                 )
-            window = length.left if length.left < most else NO_END
+            window = length.left if length.left + 1 < most else NO_END
         elif length is not None and length < most:
             segment = length
         heads = tuple(
@@ -378,6 +378,7 @@ def replicated_groups(plan: AttentionPlan, positions: range, rank: int) -> tuple
     tiling = tiling_of(plan.pattern, plan.num_kv_heads, is_causal, plan.kv_heads)
     found: dict[object, list[Tile]] = {}
     for branch, (length, _) in enumerate(plan.pattern.branches):
+        assert not isinstance(length, Window)  # `replicated_query_attention` refuses them
         pairs = ((q, k) for q in queries for k in keys if q.document_start == k.document_start)
         for link, segments in (x for p in pairs for x in _links(branch, length, *p, is_causal)):
             # Tiles of a branch whose queries are their keys are of disjoint positions.

@@ -103,6 +103,20 @@ def test_windows_and_chunks_of_documents(kind):
     check_ranks(model, LAYOUTS["uneven"], batch)
 
 
+def test_layers_that_share_keys_and_values():
+    """Gemma 4 drops queries before such layers where it is asked for the last logits alone."""
+    kinds = {"layer_types": 2 * MIXED["layer_types"], "num_hidden_layers": 4}
+    model, batch = local("gemma4_text", **kinds, num_kv_shared_layers=2), batch_of("padded")
+    want, valid = model(**batch).logits, batch["attention_mask"].bool()
+    last = model(batch["input_ids"], logits_to_keep=1, use_cache=False).logits
+    set_attention(model, DENSE)
+    assert relative_error(model(**batch).logits[valid], want[valid]) < SUMMED_IN_FLOAT32
+    got = model(batch["input_ids"], logits_to_keep=1, use_cache=False).logits
+    assert relative_error(got, last) < SUMMED_IN_FLOAT32
+    with pytest.raises(ValueError, match="models that change or share them have no DilatedCache"):
+        model.generate(prompt(), max_new_tokens=2)
+
+
 def test_symmetric_windows_of_an_encoder():
     model, batch = local("modernbert"), batch_of("padded")
     want, valid = model(**batch).logits, batch["attention_mask"].bool()

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (644, 4),
     "engine": (2_215, 9),
     "exchange": (1_508, 7),
-    "integrations": (2_980, 10),
+    "integrations": (3_120, 10),
     "kernels": (3_363, 10),
     "nn": (3_145, 12),
     "parallel": (1_029, 4),

@@ -21,7 +21,7 @@ from support.transformers_models import (
 )
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention import DilatedPattern, Window
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
@@ -30,7 +30,8 @@ from ring_dilated_attention.integrations.transformers import (
 )
 
 WIDTH = 8
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WIDTH}
+LAYERS = ["sliding_attention", "full_attention"]
+MIXED = {"layer_types": LAYERS, "sliding_window": WIDTH}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 GEMMA_4 = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "head_dim": 8}
@@ -105,7 +106,7 @@ def test_windows_and_chunks_of_documents(kind):
 
 def test_layers_that_share_keys_and_values():
     """Gemma 4 drops queries before such layers where it is asked for the last logits alone."""
-    kinds = {"layer_types": 2 * MIXED["layer_types"], "num_hidden_layers": 4}
+    kinds: dict[str, Any] = {"layer_types": 2 * LAYERS, "num_hidden_layers": 4}
     model, batch = local("gemma4_text", **kinds, num_kv_shared_layers=2), batch_of("padded")
     want, valid = model(**batch).logits, batch["attention_mask"].bool()
     last = model(batch["input_ids"], logits_to_keep=1, use_cache=False).logits
@@ -209,7 +210,7 @@ def test_dilated_global_layers_between_local_ones():
 
 def test_windows_are_saved_and_come_back(tmp_path):
     model, ids = local("gemma3_text"), prompt()
-    pattern = DilatedPattern([(5, 0), None], [1, 3])
+    pattern = DilatedPattern([Window(5), None], [1, 3])
     set_attention(model, pattern, layers="all")
     want = model(ids).logits
     model.save_pretrained(tmp_path)

@@ -303,9 +303,8 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    plain = Mask(bool(causal))
+    plain, why = Mask(bool(causal)), ""
     mask = plain if attention_mask is None else attention_mask
-    why = ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
@@ -327,7 +326,7 @@ def attention_forward(
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
-    if why:
+    if why or not isinstance(mask, Mask):
         raise ValueError(f"{why} (in {type(module).__name__})")
     attend = attended if call.cache is None else _attended_untraced
     scores = Scores(scaling, s_aux, softcap)

@@ -21,13 +21,14 @@ from support.transformers_models import (
 )
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, Window
+from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.integrations.transformers import (
     DilatedCache,
     remove_attention,
     set_attention,
 )
+from ring_dilated_attention.pattern import Window
 
 WIDTH = 8
 LAYERS = ["sliding_attention", "full_attention"]
@@ -58,6 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "modernbert": {**MIXED, "local_attention": 2 * WIDTH, "pad_token_id": 0},
 }
 DECODERS = [kind for kind in KINDS if kind != "modernbert"]
+SHARED: dict[str, Any] = {"layer_types": 2 * LAYERS, "num_hidden_layers": 4}
+SHARED |= {"num_kv_shared_layers": 2}
 NO_PADDING = ["gemma2"]  # its eager attention is NaN where a float64 query sees padding alone
 KEPT = ["gemma3_text", "gpt_oss", "llama4_text"]  # one with windows, with sinks, with chunks
 
@@ -106,16 +109,13 @@ def test_windows_and_chunks_of_documents(kind):
 
 def test_layers_that_share_keys_and_values():
     """Gemma 4 drops queries before such layers where it is asked for the last logits alone."""
-    kinds: dict[str, Any] = {"layer_types": 2 * LAYERS, "num_hidden_layers": 4}
-    model, batch = local("gemma4_text", **kinds, num_kv_shared_layers=2), batch_of("padded")
+    model, batch = local("gemma4_text", **SHARED), batch_of("padded")
     want, valid = model(**batch).logits, batch["attention_mask"].bool()
     last = model(batch["input_ids"], logits_to_keep=1, use_cache=False).logits
     set_attention(model, DENSE)
     assert relative_error(model(**batch).logits[valid], want[valid]) < SUMMED_IN_FLOAT32
     got = model(batch["input_ids"], logits_to_keep=1, use_cache=False).logits
     assert relative_error(got, last) < SUMMED_IN_FLOAT32
-    with pytest.raises(ValueError, match="models that change or share them have no DilatedCache"):
-        model.generate(prompt(), max_new_tokens=2)
 
 
 def test_symmetric_windows_of_an_encoder():
@@ -147,10 +147,10 @@ def generated(model, ids, padding=0, **options):
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [*DECODERS, "shared"])
 def test_generation_is_as_with_its_own_caches(kind, padding):
-    model, ids = local(kind), prompt(length=21)
-    padding = 0 if kind in NO_PADDING else padding
+    model = local("gemma4_text", **SHARED) if kind == "shared" else local(kind)
+    padding, ids = 0 if kind in NO_PADDING else padding, prompt(length=21)
     tokens, logits = generated(model, ids, padding)
 
     def check(own, ends=None):

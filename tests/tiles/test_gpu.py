@@ -252,31 +252,34 @@ def test_softcap_windows_and_sinks_on_one_gpu(backend, dtype):
     assert not failures(cases, outcomes)
 
 
-@pytest.mark.parametrize("is_causal", BOTH)
-@pytest.mark.parametrize("band", [None, (-40, 7), (-90, -13)])
-@pytest.mark.parametrize("softcap", [0.6, 30.0])
-def test_tiles_of_flash_attention_4_with_a_softcap(softcap, band, is_causal):
-    """Tiles of other lengths than 128, of as many keys or more, against float64."""
+@pytest.mark.parametrize("softcap", [None, 0.6, 30.0])
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_causal", "band"),
+    [
+        (157, 157, True, None),
+        (77, 201, False, None),
+        (157, 157, False, (-40, 7)),
+        (77, 201, False, (0, 124)),  # halos: on the left of the queries,
+        (201, 77, False, (-124, 0)),  # and on their right
+        (70, 70, False, (0, 69)),
+    ],
+)
+def test_tiles_of_flash_attention_4(queries, keys, is_causal, band, softcap):
+    """With bands and softcaps, of lengths that divide nothing, against float64."""
     skip_if_refused("fa4", torch.bfloat16, 64)
     tile = backend_named("fa4")
-    for queries, keys in ((157, 157), (77, 201)):
-        if band is not None and (is_causal or band[0] < 0 and keys > queries):
-            continue  # every key of a tile is in its band
-        if is_causal and queries != keys:
-            continue
-        q, dout = torch.randn(2, 2, queries, 4, 64, device="cuda").bfloat16().transpose(2, 3)
-        k, v = torch.randn(2, 2, keys, 4, 64, device="cuda").bfloat16().transpose(2, 3)
-        exact = TileInputs(q.double(), k.double(), v.double(), is_causal, 0.3)
-        exact = exact._replace(band=band, softcap=softcap)
-        out, lse = EAGER.forward(exact)
-        want = EAGER.backward(exact, TileGradients(dout.double(), out, lse))
-        views = [x.transpose(1, 2) for x in (q, k, v)]
-        inputs = TileInputs(*views, is_causal, 0.3, band=band, softcap=softcap)
-        got_out, got_lse = tile.forward(inputs)
-        merged = TileGradients(dout.transpose(1, 2), out.bfloat16().transpose(1, 2), lse.float())
-        got = tile.backward(inputs, merged)
-        for a, b in zip((got_out, got_lse, *got), (out, lse, *want), strict=True):
-            assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+    q, dout = torch.randn(2, 2, queries, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, keys, 4, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"band": band, "softcap": softcap}
+    exact_q, exact_k, exact_v, exact_dout = (x.transpose(1, 2).double() for x in (q, k, v, dout))
+    exact = TileInputs(exact_q, exact_k, exact_v, is_causal, 0.3, **options)
+    out, lse = EAGER.forward(exact)
+    want = EAGER.backward(exact, TileGradients(exact_dout, out, lse))
+    inputs = TileInputs(q, k, v, is_causal, 0.3, **options)
+    merged = TileGradients(dout, out.bfloat16().transpose(1, 2).contiguous(), lse.float())
+    found = *tile.forward(inputs), *tile.backward(inputs, merged)
+    for a, b in zip(found, (out, lse, *want), strict=True):
+        assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
 
 
 # Both sides of each block size of the kernels, the sizes that models have, and 112, which

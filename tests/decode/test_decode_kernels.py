@@ -70,9 +70,16 @@ def reference(*tensors, pattern, **options):
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_each_rank_computes_its_share(shards):
+@pytest.mark.parametrize(
+    ("pattern", "counts"),
+    [
+        (DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]),
+        (DilatedPattern([(4, 0), 6], [1, 2]), [1] * 9),
+    ],
+    ids=str,
+)
+def test_each_rank_computes_its_share(pattern, counts, shards):
     """The kernels of one rank after the other: the interpreter takes one thread."""
-    pattern, counts = DilatedPattern([8, 16, None], [1, 3, 2]), [3, 1, 16, 1, 5]
     query, key, value = rows_of(4, 2, sum(counts))
     want = reference(query, key, value, pattern=pattern, is_causal=True)
     worlds = run_loopback(shards, lambda ends: ends)

@@ -111,7 +111,10 @@ def test_the_closed_form_of_its_size():
     assert cache.nbytes == plan.nbytes(3, 64, 2) == 2 * 3 * plan.rows * 64 * 2
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001).rows == 2 * 251
     assert plan_cache(DilatedPattern([None], [4]), 2, 1001, 0, 3).rows == 2 * 84  # of 3 ranks
-    assert [plan_cache(DilatedPattern.window(9), 2, most, 3).rows for most in (None, 11)] == [26, 22]
+    assert [plan_cache(DilatedPattern.window(9), 2, most, 3).rows for most in (None, 11)] == [
+        26,
+        22,
+    ]
     with pytest.raises(ValueError, match="windows of dilation rate 1; got .window 9, 2.: give"):
         plan_cache(DilatedPattern.window(9, dilation_rate=2), 1, None)
     # However many positions may be taken back: a document has no more members than these.

@@ -296,6 +296,16 @@ def test_any_steps(case):
         "steps": [("append", 17), ("attend", 20), ("rewind", 1.0), ("attend", 3), ("rewind", 0.3)],
     }
 )
+@example(
+    {
+        **OF_STEPS,
+        "pattern": DilatedPattern([(7, 0), (0, 0), None], [1, 1, 3]),
+        "heads": 6,
+        "max_length": 60,
+        "max_rewind": 2,
+        "steps": [("append", 5), *[("attend", 1)] * 4, ("append", 6), ("rewind", 1.0)],
+    }
+)
 def test_any_steps_by_the_kernels(case):
     pytest.importorskip("triton")
     case = {**case, "world_size": 1, "backend": "triton", "dtype": torch.float32}

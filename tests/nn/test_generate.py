@@ -162,6 +162,24 @@ def test_rejected_tokens_are_taken_back() -> None:
     assert relative_error(model.step(text[:, at:], caches), want) < 1e-10
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_windows_beside_dilated_branches(sharded: bool) -> None:
+    """Caches stop growing, and no `max_length` is needed."""
+    model = make_model(segment_lengths=[(12, 0), 40], dilation_rates=[1, 2])
+    prompt = torch.randint(VOCABULARY, (2, 8))  # shorter than the window
+    caches = model.make_caches(2)
+    assert caches[0].plan.rows == 2 * (13 + 20)
+    want = greedy(model, prompt, 50)
+    assert torch.equal(model.generate(prompt, 50), want)
+    layout = SequenceLayout.zigzag(8, 2)
+
+    def rank(ends: Exchange) -> torch.Tensor:
+        shard = layout.shard(prompt, ends.rank, 1)
+        return model.generate(shard, 50, layout=layout, group=ends, sharded=sharded)
+
+    assert all(torch.equal(tokens, want) for tokens in run_loopback(2, rank))
+
+
 # --- models that change, and fail
 
 

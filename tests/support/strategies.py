@@ -79,10 +79,12 @@ def head_slices(draw: st.DrawFn, num_kv_heads: int) -> HeadSlice | None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, windows: bool = True) -> Case:
     num_kv_heads = draw(st.integers(1, 4))
     return Case(
-        pattern=draw(patterns()).of_heads(draw(head_slices(num_kv_heads)), num_kv_heads),
+        pattern=draw(patterns(windows=windows)).of_heads(
+            draw(head_slices(num_kv_heads)), num_kv_heads
+        ),
         layout=draw(layouts()),
         num_heads=num_kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=num_kv_heads,

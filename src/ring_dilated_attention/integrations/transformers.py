@@ -130,7 +130,7 @@ def set_attention(
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
             in place, its ``attn_implementation`` and config too. Of a vision-language model, its
-            language model. On several ranks a causal decoder whose layers are all full attention
+            language model. On several ranks a causal decoder whose layers are all attention
             and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.

@@ -79,8 +79,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     call its `reset`; to go on from one prompt twice, `copy.deepcopy` it.
 
     A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
-    with a segment length of None keeps n / r rows. Prompts of different lengths are padded on the
-    left; padding is not kept. Positions cannot be taken back, nor rows of the batch reordered.
+    with a segment length of None keeps n / r rows, a sliding window the rows of the window. Prompts
+    of different lengths are padded on the left; padding is not kept. Positions cannot be taken
+    back, nor rows of the batch reordered.
 
     On the ranks of a group every rank makes the same calls with the same whole input, and a cache
     of its own. The prompt is sharded over the ranks; what comes later every rank computes.

@@ -177,7 +177,7 @@ def test_keys_that_are_changed_on_their_way_are_refused(name, monkeypatch):
 def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
     model = ready()
     model.model.layers[1].self_attn.layer_idx = 0
-    with torch.no_grad(), pytest.raises(ValueError, match="do not update it once in each call"):
+    with torch.no_grad(), pytest.raises(ValueError, match="layer 0 updates the KV cache twice"):
         model(NEXT, **{CACHE: model(IDS, use_cache=True)[CACHE]})
 
     def forgetful(self, key, value, layer_idx, **rest):

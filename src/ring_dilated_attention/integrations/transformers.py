@@ -132,7 +132,7 @@ def set_attention(
     Args:
         model: the model that will be called, with or without a head, or a PeftModel of one; changed
             in place, its ``attn_implementation`` and config too. Of a vision-language model, its
-            language model. On several ranks a causal decoder whose layers are all full attention
+            language model. On several ranks a causal decoder whose layers are all attention
             and MLPs, or experts.
         pattern: which keys each head sees; `DilatedPattern.dense` is what transformers computes.
             None, the default: the pattern that the model's config holds.
@@ -328,9 +328,8 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    plain = Mask(bool(causal))
+    plain, why = Mask(bool(causal)), ""
     mask = plain if attention_mask is None else attention_mask
-    why = ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
@@ -352,7 +351,7 @@ def attention_forward(
             "only self-attention is dilated, and a KV cache must be a DilatedCache; got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}"
         )
-    if why:
+    if why or not isinstance(mask, Mask):
         raise ValueError(f"{why} (in {type(module).__name__})")
     attend = attended if call.cache is None else _attended_untraced
     scores = Scores(scaling, s_aux, softcap)

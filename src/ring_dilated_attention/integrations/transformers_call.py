@@ -385,10 +385,10 @@ def retuned(module: Any, query: Tensor, columns: Tensor | None) -> Tensor:
 
     def scales(column: Tensor) -> Tensor:
         blocks = torch.floor((column.float() + 1) / module.floor_scale)
-        return torch.log1p(blocks) * module.attn_scale + 1
+        return 1 + torch.log1p(blocks) * float(module.attn_scale)
 
-    first = torch.arange(query.shape[1], device=query.device)
-    return (query * (scales(columns) / scales(first))[..., None, None]).to(query.dtype)
+    ratio = scales(columns) / scales(torch.arange(query.shape[1], device=query.device))
+    return query * ratio[..., None, None].to(query.dtype)
 
 
 def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:

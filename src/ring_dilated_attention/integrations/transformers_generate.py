@@ -2,8 +2,8 @@
 
 An attention layer of transformers hands its new keys and values to the cache, and what the cache
 returns to its attention. `DilatedCache.update` returns the very tensors that it was given, and
-attention finds by their identity which layer they belong to: keys that a model changes in between,
-repeats, or takes from another layer are refused and never attended to.
+attention finds by their identity that they are a layer's own or an earlier one's: keys that a model
+changes in between or repeats are refused and never attended to.
 
 Every rank gives the whole input. Of a prompt each row is turned until its valid positions come
 first, and each rank takes its shard. Tokens behind the prompt are computed by every rank.
@@ -79,8 +79,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     call its `reset`; to go on from one prompt twice, `copy.deepcopy` it.
 
     A branch (w, r) keeps at most ceil(w / r) rows a KV head, however long the text becomes; one
-    with a segment length of None keeps n / r rows. Prompts of different lengths are padded on the
-    left; padding is not kept. Positions cannot be taken back, nor rows of the batch reordered.
+    with a segment length of None keeps n / r rows, a sliding window the rows of the window. Prompts
+    of different lengths are padded on the left; padding is not kept. Positions cannot be taken
+    back, nor rows of the batch reordered.
 
     On the ranks of a group every rank makes the same calls with the same whole input, and a cache
     of its own. The prompt is sharded over the ranks; what comes later every rank computes.
@@ -123,7 +124,8 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         self._columns = 0
         self._lengths: tuple[int, ...] = ()
         self._is_called = False  # by a model with set_attention
-        self._pending: tuple[int, Tensor, Tensor] | None = None  # of `update`, till attention comes
+        self._noted: dict[int, tuple[Tensor, Tensor]] = {}  # of `update`, by layer, in this call
+        self._taken = 0  # by attention, in this call
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +178,11 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "a DilatedCache is for the model with set_attention that it was made for; this one "
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
             )
-        self._pending = layer_idx, key_states, value_states
+        if layer_idx in self._noted:
+            raise ValueError(
+                f"layer {layer_idx} updates the KV cache twice in a call: pass use_cache=False"
+            )
+        self._noted[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def reserve(self, max_length: int) -> None:
@@ -198,22 +204,26 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def start(self, after: tuple[int, ...]) -> None:
         """Begin a call of the model, after which the rows of the batch have these lengths."""
-        self._pending, self._is_called = None, True
+        self._noted, self._taken, self._is_called = {}, 0, True
         if not self._columns:
             self.layers = []
         if max(after) > self._room:
             self.reserve(math.ceil(_GROWTH * max(after)))
 
     def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
-        """The layer whose update has just returned these very tensors; else a ValueError."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending[1] is not key or pending[2] is not value:
+        """The number of the layer, if an update has returned these very tensors; or a ValueError.
+
+        A layer that takes keys and values of an earlier one (Gemma 3n and 4) has a cache of its
+        own, since its pattern may be another.
+        """
+        if not any(k is key and v is value for k, v in self._noted.values()):
             raise ValueError(
                 f"the keys and values in {type(module).__name__} are not what its update of the KV "
                 "cache returned: models that change or share them have no DilatedCache, nor has "
                 "gradient checkpointing in training mode; pass use_cache=False"
             )
-        return pending[0]
+        self._taken += 1
+        return self._taken - 1
 
     def of_layer(self, layer_idx: int, rows: Tensor, pattern: DilatedPattern) -> DilatedKVCache:
         """The cache of a layer, made for its first keys, (batch, m, kv_heads, head_dim)."""
@@ -239,7 +249,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     def finish(self, after: tuple[int, ...], columns: int) -> None:
         """Note that a call has added columns."""
-        self._is_called = False
+        self._is_called, self._noted = False, {}
         self._columns, self._lengths = self._columns + columns, after
 
     def __repr__(self) -> str:

@@ -8,23 +8,23 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # A change lowers these numbers, or raises one with a reason in the same commit. `make lines` prints
 # what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
-    "bench": (809, 4),
-    "checks": (1_413, 6),
-    "cli": (1_001, 6),
-    "decode": (1_539, 5),
-    "draw": (644, 4),
-    "engine": (2_215, 9),
+    "bench": (812, 4),
+    "checks": (1_473, 6),
+    "cli": (1_007, 6),
+    "decode": (1_630, 5),
+    "draw": (675, 4),
+    "engine": (2_292, 9),
     "exchange": (1_518, 7),
-    "integrations": (3_018, 10),
-    "kernels": (3_363, 10),
-    "nn": (3_145, 12),
+    "integrations": (3_150, 10),
+    "kernels": (3_368, 10),
+    "nn": (3_158, 12),
     "parallel": (1_029, 4),
-    "plan": (2_808, 9),
-    "the root": (2_332, 11),
-    "tiles": (1_000, 6),
-    "torch_op": (986, 5),
+    "plan": (3_007, 9),
+    "the root": (2_464, 11),
+    "tiles": (1_164, 6),
+    "torch_op": (1_055, 5),
 }
-MOST_TESTS = 20_820
+MOST_TESTS = 21_700
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

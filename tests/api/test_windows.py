@@ -1,5 +1,7 @@
 """Sliding windows: what crosses between ranks, who computes them, and what is refused."""
 
+from typing import cast
+
 import pytest
 import torch
 
@@ -104,12 +106,12 @@ def test_a_back_end_without_windows_is_refused():
 )
 def test_what_is_no_window(sides, error, message):
     with pytest.raises(error, match=message):
-        DilatedPattern([sides], [1])
+        DilatedPattern([cast(Window, sides)], [1])
 
 
 def test_windows_are_read_as_they_are_written():
-    pattern = DilatedPattern([(4, 2), None, Window(9)], [1, 2, 3])
+    pattern = DilatedPattern([cast(Window, (4, 2)), None, Window(9)], [1, 2, 3])
     assert pattern.segment_lengths == (Window(4, 2), None, Window(9, 0))
     assert str(pattern) == "(window 4+2, 1) (document, 2) (window 9, 3)"
-    assert DilatedPattern.window(4, 2) == DilatedPattern([[4, 2]], [1])
+    assert DilatedPattern.window(4, 2) == DilatedPattern([cast(Window, [4, 2])], [1])
     assert DilatedPattern.window(4).heads_are_alike

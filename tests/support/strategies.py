@@ -16,7 +16,7 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 
 @st.composite
 def patterns(draw: st.DrawFn, *, windows: bool = True) -> DilatedPattern:
-    lengths = st.none() | st.integers(1, 70)
+    lengths: st.SearchStrategy[int | Window | None] = st.none() | st.integers(1, 70)
     if windows:
         lengths |= st.builds(Window, st.integers(1, 40), st.integers(0, 20))
     branches = draw(st.lists(st.tuples(lengths, st.integers(1, 9)), min_size=1, max_size=4))

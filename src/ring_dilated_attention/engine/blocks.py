@@ -193,9 +193,10 @@ class Family(NamedTuple):
             others = _merge(axes[: len(axes) - (inner.size > 1)])
             outer = max(others, key=lambda axis: axis.size, default=_SINGLE)
             looped = [axis for axis in others if axis is not outer]
-            for index in product(*(range(axis.size) for axis in looped)):
-                start: Place = (0, q.start, first * group, 0, k.start, first)
-                for axis, i in zip(looped, index, strict=True):
+            start: Place
+            for counts in product(*(range(axis.size) for axis in looped)):
+                start = (0, q.start, first * group, 0, k.start, first)
+                for axis, i in zip(looped, counts, strict=True):
                     start = _ahead(start, axis.step, i)
                 yield Block(0, group, tile.is_causal, tile.band, outer, inner, start, q, k)
             return

@@ -46,7 +46,7 @@ def packings(draw, length, batch):
     }
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases(), st.data())
 def test_any_call_equals_the_reference(case, data):
     """Forward and backward, dsink too: all exchanges, GQA, documents, lengths, views, windows."""

@@ -122,7 +122,7 @@ def test_additions_that_are_late(name, round_pairs, gathers, monkeypatch):
         assert queued > layout.world_size
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     cases(),
     st.sampled_from([0.0, 2e3, math.inf]),

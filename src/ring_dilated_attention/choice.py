@@ -9,9 +9,9 @@ from functools import partial
 
 from .plan import AttentionPlan, costs, head_split
 
-LINK_GB_S, NETWORK_GB_S = 350.0, 45.0
+LINK_GB_S, NETWORK_GB_S = 232.0, 45.0
 """Bandwidth of a GPU in 10**9 bytes per second and direction, for the cost model: inside its host,
-about that of an H200 over NVLink; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
+what NCCL moves between two H200; to other hosts, 0.9 of an adapter of 400 Gbit/s."""
 MOST_TIME = 0.97
 """Most of the time of a ring or gather that heads may take to be chosen: they hold one more copy
 of query, key, value and out."""

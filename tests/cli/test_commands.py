@@ -85,7 +85,7 @@ RIGHT = [
     (
         "plan --hosts=2 --ranks=4 --seq-len=4096 --pattern=dense --heads=2 --causal",
         "predicted by a cost model, not measured: forward",
-        "(2 hosts of 2 H200, 350 GB/s per GPU inside a host, 45 between hosts)",
+        "(2 hosts of 2 H200, 232 GB/s per GPU inside a host, 45 between hosts)",
         'exchange="auto" takes heads:2: forward and backward',
         "of 4 H200s, predicted by a cost model; ring",
     ),

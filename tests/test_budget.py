@@ -17,7 +17,7 @@ BUDGET = {
     "exchange": (1_518, 7),
     "integrations": (3_150, 10),
     "kernels": (3_368, 10),
-    "nn": (3_216, 12),
+    "nn": (3_215, 12),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
     "the root": (2_475, 11),

@@ -13,7 +13,7 @@ import torch
 from support.tolerances import assert_close_to
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, Window
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import (
@@ -32,7 +32,7 @@ LAYERED: dict[str, Any] = {
     "dilation_rates": (),
     "patterns": [
         DilatedPattern.window(4),
-        DilatedPattern([(3, 0), 11, None], [1, 2, 3], head_branches="split"),
+        DilatedPattern([Window(3), 11, None], [1, 2, 3], head_branches="split"),
     ],
 }
 

@@ -33,7 +33,7 @@ class LongNetConfig:
             `num_heads`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document,
-            (left, right) a sliding window; see `DilatedPattern`.
+            a `Window` a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
@@ -89,7 +89,7 @@ class SlideEncoderConfig:
         num_heads: heads per block; divides `embed_dim`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole slide,
-            (left, right) a sliding window; see `DilatedPattern`.
+            a `Window` a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
@@ -169,14 +169,13 @@ def _checked_patterns(config: LongNetConfig | SlideEncoderConfig) -> tuple[Dilat
             raise ValueError(f"give patterns or {name}, not both; got {name}={in_brief(given)}")
         if default is not None:
             object.__setattr__(config, name, default)
-    patterns: Any = config.patterns  # of JSON, each is the fields of one
-    if isinstance(patterns, Sequence):
-        patterns = tuple(DilatedPattern(**x) if isinstance(x, Mapping) else x for x in patterns)
-        is_of_all_heads = (isinstance(x, DilatedPattern) and not x.head_slice for x in patterns)
-        if len(patterns) == config.num_layers and all(is_of_all_heads):
-            return patterns
-    count = len(patterns) if isinstance(patterns, Sequence) else in_brief(patterns)
+    got: Any = config.patterns
+    if isinstance(got, Sequence):
+        found = [DilatedPattern(**x) if isinstance(x, Mapping) else x for x in got]  # of JSON
+        are_whole = all(isinstance(x, DilatedPattern) and x.head_slice is None for x in found)
+        if len(found) == config.num_layers and are_whole:
+            return tuple(found)
     raise ValueError(
         f"patterns must be {config.num_layers} DilatedPatterns, one per block, each of all heads; "
-        f"got {count}"
+        f"got {len(got) if isinstance(got, Sequence) else in_brief(got)}"
     )

@@ -21,9 +21,9 @@ HEAD_BRANCHES: tuple[str, ...] = get_args(HeadBranches)
 class Window(NamedTuple):
     """A sliding window, in place of a branch's segment length: the positions around each query.
 
-    Query i sees keys i - left to i + right, its own included; with a causal mask none behind it. So
-    counts flash-attn's ``window_size``; a ``sliding_window`` of w of transformers counts the query,
-    as mostly elsewhere: left = w - 1.
+    Query i sees keys i - left to i + right, its own included; with a causal mask none behind it.
+    flash-attn's ``window_size`` counts alike; transformers' ``sliding_window`` counts the query
+    too: left is 1 less.
 
     Attributes:
         left: how many positions before the query, >= 0.

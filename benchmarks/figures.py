@@ -16,7 +16,7 @@ import numpy as np
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, draw, plan_attention
 from ring_dilated_attention.plan import costs, plan_cache
-from ring_dilated_attention.units import short_count
+from ring_dilated_attention.units import in_bytes, short_count
 
 FOLDER = Path(__file__).parent.parent / "docs" / "assets" / "figures"
 SMALL = DilatedPattern([4, 8, None], [1, 2, 4])
@@ -186,6 +186,34 @@ def kv_cache(style):
     return figure
 
 
+def received_by_layer(style):
+    """What a layer of a window, of a dilated and of a dense pattern receives on several ranks."""
+    length = 131072
+    layers = {
+        "window of 1,024": DilatedPattern.window(1023),
+        "dilated, spans the text": DilatedPattern.geometric(length),
+        "dense": DENSE,
+    }
+    note = (
+        "By the plan of one sequence of 131,072 tokens, causal, 8 KV heads of 128, bf16, zigzag, a "
+        "ring or gather: the rank that receives most.\nDilated: DilatedPattern.geometric(131072), "
+        "7 branches. All axes start at 0."
+    )
+    title = "Keys and values that a rank receives in forward, per layer"
+    figure = draw.new_figure(style, 9.8, 2.8, title, note)
+    for axes, ranks in zip(figure.subplots(1, 3, sharey=True), (2, 4, 8), strict=True):
+        layout = SequenceLayout.zigzag(length, ranks)
+        for place, pattern in enumerate(layers.values()):
+            plan = plan_attention(pattern, layout, is_causal=True, num_heads=32, num_kv_heads=8)
+            received = max(
+                costs.traffic(plan.rank(rank), SIZE).forward_received for rank in range(ranks)
+            )
+            axes.barh(place, received, 0.62, color=style.branches[place])
+            measured_figures.label(axes, (received, place), in_bytes(received), style.ink)
+        measured_figures.dress_bars(axes, style, f"{ranks} ranks", list(layers), 640e6)
+    return figure
+
+
 DRAWN = (
     hero,
     mask_by_branch,
@@ -194,6 +222,7 @@ DRAWN = (
     ring_timeline,
     closed_blocks,
     kv_cache,
+    received_by_layer,
 )
 FIGURES = {
     function.__name__.replace("_", "-"): function for function in (*DRAWN, *measured_figures.DRAWN)

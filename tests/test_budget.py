@@ -17,10 +17,10 @@ BUDGET = {
     "exchange": (1_518, 7),
     "integrations": (3_150, 10),
     "kernels": (3_368, 10),
-    "nn": (3_158, 12),
+    "nn": (3_215, 12),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
-    "the root": (2_464, 11),
+    "the root": (2_475, 11),
     "tiles": (1_164, 6),
     "torch_op": (1_055, 5),
 }

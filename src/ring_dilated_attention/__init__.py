@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .nn import hilbert_order, keep_attention
     from .options import AttentionOptions
     from .parallel import check_same_batch, labels_per_rank, shard, unshard
-    from .pattern import DilatedPattern, HeadSlice
+    from .pattern import DilatedPattern, HeadSlice, Window
     from .plan import AttentionPlan, plan_attention
 
 
@@ -36,6 +36,7 @@ __all__ = [
     "ProcessGroupExchange",
     "SequenceLayout",
     "SoloExchange",
+    "Window",
     "cached_attention",
     "check_same_batch",
     "detached_dilated_attention",
@@ -62,7 +63,7 @@ _FROM = {
         "nn": ("hilbert_order", "keep_attention"),
         "options": ("AttentionOptions",),
         "parallel": ("check_same_batch", "labels_per_rank", "shard", "unshard"),
-        "pattern": ("DilatedPattern", "HeadSlice"),
+        "pattern": ("DilatedPattern", "HeadSlice", "Window"),
         "plan": ("AttentionPlan", "plan_attention"),
     }.items()
     for name in names

@@ -49,7 +49,8 @@ class AttentionOptions:
         is_causal: whether a query sees only keys at positions <= its own. Default False.
         scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
         softcap: c, between ``2**-64`` and ``2**64``: a score s, scaled, becomes ``c * tanh(s / c)``
-            (Gemma 2), by the back ends ``"fa4"`` and ``"eager"``. None, the default: it does not.
+            (Gemma 2), by the back ends ``"fa4"`` and ``"eager"``, one of which ``"auto"`` takes.
+            None, the default: it does not.
         group: the ranks that share the sequence: a ProcessGroup, a 1-D DeviceMesh, an `Exchange`,
             or None if this process holds the whole sequence.
         mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.

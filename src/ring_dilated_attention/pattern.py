@@ -19,9 +19,15 @@ HEAD_BRANCHES: tuple[str, ...] = get_args(HeadBranches)
 
 
 class Window(NamedTuple):
-    """The positions from `left` before a query to `right` behind it; a causal one sees no `right`.
+    """A sliding window, in place of a branch's segment length: the positions around each query.
 
-    In place of a segment length it makes a branch a sliding window.
+    Query i sees keys i - left to i + right, its own included; with a causal mask none behind it.
+    flash-attn's ``window_size`` counts alike; transformers' ``sliding_window`` counts the query
+    too: left is 1 less.
+
+    Attributes:
+        left: how many positions before the query, >= 0.
+        right: how many positions behind it, >= 0; default 0.
     """
 
     left: int
@@ -229,14 +235,17 @@ class DilatedPattern:
             default: all of those that a call has.
 
     Raises:
-        TypeError: a length or rate is not an int, `zero_keys` not a bool, or `head_slice` not made
-            of three ints.
-        ValueError: a length or rate is below 1 or not below 2**63, the lists differ in length, are
-            empty or hold more than 1000 branches, or an option has an unknown value.
+        TypeError: a length or rate is not an int, a window not made of two ints, `zero_keys` not a
+            bool, or `head_slice` not made of three ints.
+        ValueError: a length or rate is below 1 or not below 2**63, a side of a window is negative,
+            the lists differ in length, are empty or hold more than 1000 branches, or an option has
+            an unknown value.
 
     Examples:
         >>> DilatedPattern([2048, 4096, None], [1, 2, 4]).branches[1].dilation_rate
         2
+        >>> print(DilatedPattern([Window(1023), None], [1, 64]))
+        (window 1023, 1) (document, 64)
     """
 
     segment_lengths: Sequence[Length]  # kept as a tuple

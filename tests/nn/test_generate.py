@@ -180,6 +180,24 @@ def test_windows_beside_dilated_branches(sharded: bool) -> None:
     assert all(torch.equal(tokens, want) for tokens in run_loopback(2, rank))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_caches_follow_the_patterns_of_their_blocks(sharded: bool) -> None:
+    patterns = [DilatedPattern.window(5), DilatedPattern([8, None], [1, 3])]
+    model = make_model(segment_lengths=(), dilation_rates=(), patterns=patterns)
+    assert [x.plan.pattern for x in model.make_caches(2, max_length=60)] == patterns
+    prompt = torch.randint(VOCABULARY, (2, 20))
+    want = greedy(model, prompt, 30)
+
+    layout = SequenceLayout.zigzag(20, 2)
+
+    def rank(ends: Exchange) -> torch.Tensor:
+        shard = layout.shard(prompt, ends.rank, 1)
+        return model.generate(shard, 30, layout=layout, group=ends, sharded=sharded)
+
+    for tokens in (model.generate(prompt, 30), *run_loopback(2, rank)):
+        assert torch.equal(tokens, want)
+
+
 # --- models that change, and fail
 
 

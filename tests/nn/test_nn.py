@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from support.tolerances import assert_close_to
 from torch import nn
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout
+from ring_dilated_attention import DilatedPattern, SequenceLayout, Window
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn import (
@@ -26,6 +27,14 @@ PATTERN = DilatedPattern([6, 11, None], [1, 2, 3])
 DENSE: dict[str, Any] = {"segment_lengths": [None], "dilation_rates": [1]}
 TOKENS = torch.zeros(1, 4, dtype=torch.int64)
 SMALL: dict[str, Any] = {"segment_lengths": [6, 11, None], "dilation_rates": [1, 2, 3]}
+LAYERED: dict[str, Any] = {
+    "segment_lengths": (),
+    "dilation_rates": (),
+    "patterns": [
+        DilatedPattern.window(4),
+        DilatedPattern([Window(3), 11, None], [1, 2, 3], head_branches="split"),
+    ],
+}
 
 
 def small_config(**changes: Any) -> LongNetConfig:
@@ -177,6 +186,21 @@ def test_config_is_a_value() -> None:
         config.num_layers = 3  # type: ignore[misc]
 
 
+def test_blocks_have_patterns_of_their_own() -> None:
+    model, one_by_one = small_model(**LAYERED), small_model()
+    for block, pattern in zip(one_by_one.blocks, LAYERED["patterns"], strict=True):
+        block.attention.pattern = pattern  # type: ignore[union-attr]
+    tokens = torch.randint(0, 256, (2, 24))
+    for each in (model, one_by_one):
+        each.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for got, want in zip(model.parameters(), one_by_one.parameters(), strict=True):
+        assert torch.equal(got.grad, want.grad)  # type: ignore[arg-type]
+    saved = json.loads(json.dumps(dataclasses.asdict(model.config)))
+    assert LongNetConfig(**saved) == model.config
+    with pytest.raises(ValueError, match="a pattern of its own"):
+        model.config.pattern  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
@@ -186,6 +210,10 @@ def test_config_is_a_value() -> None:
         ({"num_heads": 32, "num_kv_heads": 1}, ValueError, "even head_dim; got 1"),
         ({"rope_theta": 0}, ValueError, "rope_theta must be finite and above 0; got 0"),
         ({"norm_eps": "x"}, TypeError, "norm_eps must be a number, got 'x'"),
+        ({"patterns": [PATTERN] * 2}, ValueError, "patterns or segment_lengths, not both; got"),
+        ({**LAYERED, "patterns": [PATTERN]}, ValueError, "patterns must be 2 .* got 1"),
+        ({**LAYERED, "patterns": PATTERN}, ValueError, "patterns must be 2 .* got type"),
+        ({**LAYERED, "head_branches": "split"}, ValueError, "patterns or head_branches, not both"),
     ],
 )
 def test_config_refuses(changes: dict[str, Any], kind: type[Exception], message: str) -> None:

@@ -217,6 +217,15 @@ def test_config_refuses(changes, kind, message):
         small(**changes)
 
 
+def test_blocks_have_patterns_of_their_own():
+    patterns = [DilatedPattern.window(5, 5), DilatedPattern([7, None], [2, 3], zero_keys=True)]
+    defaults = {x: getattr(SlideEncoderConfig, x) for x in ("segment_lengths", "dilation_rates")}
+    model, one_by_one = encoder(patterns=patterns, **defaults), encoder()
+    for block, pattern in zip(one_by_one.blocks, patterns, strict=True):
+        block.attention.pattern = pattern
+    assert all(map(torch.equal, model(*slide()), one_by_one(*slide())))
+
+
 def test_config_is_a_value_and_gigapaths_by_default():
     assert small() == small(segment_lengths=(6, 17, 29, None))
     assert hash(small()) == hash(small())

@@ -64,8 +64,8 @@ class MultiheadDilatedAttention(nn.Module):
     Args:
         embed_dim: width of query, key, value and output.
         num_heads: query heads; divides `embed_dim`.
-        segment_lengths: one per branch, in positions; None means the whole document, (left, right)
-            a sliding window; see `DilatedPattern`.
+        segment_lengths: one per branch, in positions; None means the whole document, a
+            `Window` a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch, in positions.
         head_offsets: ``"interleaved"``, the default, or ``"blocked"``; see `DilatedPattern`.
         head_branches: ``"all"``, the default, or ``"split"``; see `DilatedPattern`.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel import is_fully_sharded
+from ..pattern import DilatedPattern
 from ..torch_op import telling_ranks
 from .attention import MultiheadDilatedAttention
 from .checkpoint import Checkpoint, map_rows, run_checkpointed
@@ -29,6 +30,7 @@ class Block(nn.Module, ABC):
 
     Args:
         config: the shape of the model.
+        pattern: which keys each head sees.
         has_inner_norm: whether subclasses normalise what `contract` reads, by `inner_norm`.
         options: further keyword arguments of `MultiheadDilatedAttention`.
     """
@@ -39,6 +41,7 @@ class Block(nn.Module, ABC):
     def __init__(
         self,
         config: LongNetConfig | SlideEncoderConfig,
+        pattern: DilatedPattern,
         *,
         has_inner_norm: bool = False,
         **options: Any,
@@ -49,9 +52,11 @@ class Block(nn.Module, ABC):
         self.attention = MultiheadDilatedAttention(
             width,
             config.num_heads,
-            segment_lengths=config.segment_lengths,
-            dilation_rates=config.dilation_rates,
-            head_offsets=config.head_offsets,
+            segment_lengths=pattern.segment_lengths,
+            dilation_rates=pattern.dilation_rates,
+            head_offsets=pattern.head_offsets,
+            head_branches=pattern.head_branches,
+            zero_keys=pattern.zero_keys,
             **options,
         )
         self.mlp_norm = LayerNorm(width, eps=eps)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..options import BranchGradients, check_options
 from ..pattern import (
@@ -13,6 +14,7 @@ from ..pattern import (
     Length,
     check_positive_float,
     check_positive_int,
+    in_brief,
 )
 from .heads import check_head_sizes
 from .positions import RotaryEmbedding
@@ -31,11 +33,14 @@ class LongNetConfig:
             `num_heads`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole document,
-            (left, right) a sliding window; see `DilatedPattern`.
+            a `Window` a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
         head_branches: ``"all"``, the default (the paper), or ``"split"``; see `DilatedPattern`.
+        patterns: one `DilatedPattern` per block, in place of a single one of `segment_lengths` to
+            `head_branches`, which then keep their defaults. None, the default: all blocks have that
+            one.
         rope_theta: base of the rotary wavelengths. Default 10,000.
         norm_eps: epsilon of the layer norms. Default 1e-5.
 
@@ -50,10 +55,11 @@ class LongNetConfig:
     num_heads: int
     num_kv_heads: int | None = None
     ffn_dim: int
-    segment_lengths: Sequence[Length]
-    dilation_rates: Sequence[int]
+    segment_lengths: Sequence[Length] = ()
+    dilation_rates: Sequence[int] = ()
     head_offsets: HeadOffsets = "interleaved"
     head_branches: HeadBranches = "all"
+    patterns: Sequence[DilatedPattern] | None = None  # kept as a tuple
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -64,13 +70,8 @@ class LongNetConfig:
 
     @property
     def pattern(self) -> DilatedPattern:
-        """The pattern of every block."""
-        return DilatedPattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            head_offsets=self.head_offsets,
-            head_branches=self.head_branches,
-        )
+        """The pattern of every block; a `ValueError` where each has its own, of `patterns`."""
+        return _one_pattern(self, head_branches=self.head_branches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,15 @@ class SlideEncoderConfig:
         num_heads: heads per block; divides `embed_dim`.
         ffn_dim: width of the hidden layer of the MLP.
         segment_lengths: one per branch of the pattern, in positions; None means the whole slide,
-            (left, right) a sliding window; see `DilatedPattern`.
+            a `Window` a sliding window; see `DilatedPattern`.
         dilation_rates: one per branch of the pattern, in positions.
         head_offsets: ``"interleaved"``, the default (the LongNet paper), or ``"blocked"``
             (torchscale); see `DilatedPattern`.
         zero_keys: whether segments with too few keys for a head are filled up with keys of score 0
             and value 0, as torchscale does; see `DilatedPattern`. Default False (the paper).
+        patterns: one `DilatedPattern` per block, in place of a single one of `segment_lengths` to
+            `zero_keys`, which then keep their defaults. None, the default: all blocks have that
+            one.
         branch_gradients: ``"exact"``, the default, differentiates the whole function;
             ``"detached"`` has no gradient through the weights that mix the branches, as in
             torchscale.
@@ -114,6 +118,7 @@ class SlideEncoderConfig:
     dilation_rates: Sequence[int] = (1, 2, 4, 8, 16)
     head_offsets: HeadOffsets = "interleaved"
     zero_keys: bool = False
+    patterns: Sequence[DilatedPattern] | None = None  # kept as a tuple
     branch_gradients: BranchGradients = "exact"
     tile_size: float = 256.0
     norm_eps: float = 1e-5
@@ -128,20 +133,49 @@ class SlideEncoderConfig:
 
     @property
     def pattern(self) -> DilatedPattern:
-        """Which keys each head sees."""
-        return DilatedPattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            head_offsets=self.head_offsets,
-            zero_keys=self.zero_keys,
-        )
+        """The pattern of every block; a `ValueError` where each has its own, of `patterns`."""
+        return _one_pattern(self, zero_keys=self.zero_keys)
+
+
+def block_patterns(config: LongNetConfig | SlideEncoderConfig) -> tuple[DilatedPattern, ...]:
+    """The pattern of each block."""
+    return tuple(config.patterns or [config.pattern] * config.num_layers)
+
+
+def _one_pattern(config: LongNetConfig | SlideEncoderConfig, **options: Any) -> DilatedPattern:
+    if config.patterns is not None:
+        raise ValueError("each block has a pattern of its own: look at patterns of this config")
+    lengths, rates = config.segment_lengths, config.dilation_rates
+    return DilatedPattern(lengths, rates, head_offsets=config.head_offsets, **options)
 
 
 def _check(config: LongNetConfig | SlideEncoderConfig, *counts: str) -> None:
     for name in counts:
         check_positive_int(name, getattr(config, name))
     check_positive_float("norm_eps", config.norm_eps)
-    pattern = config.pattern
     # Lists (from JSON, say) become tuples, so that configs hash and compare by value.
+    if config.patterns is not None:
+        object.__setattr__(config, "patterns", _checked_patterns(config))
+        return
+    pattern = config.pattern
     object.__setattr__(config, "segment_lengths", pattern.segment_lengths)
     object.__setattr__(config, "dilation_rates", pattern.dilation_rates)
+
+
+def _checked_patterns(config: LongNetConfig | SlideEncoderConfig) -> tuple[DilatedPattern, ...]:
+    for name in ("segment_lengths", "dilation_rates", "head_offsets", "head_branches", "zero_keys"):
+        given, default = (getattr(x, name, None) for x in (config, type(config)))
+        if (tuple(given) if isinstance(given, list) else given) != default:
+            raise ValueError(f"give patterns or {name}, not both; got {name}={in_brief(given)}")
+        if default is not None:
+            object.__setattr__(config, name, default)
+    got: Any = config.patterns
+    if isinstance(got, Sequence):
+        found = [DilatedPattern(**x) if isinstance(x, Mapping) else x for x in got]  # of JSON
+        are_whole = all(isinstance(x, DilatedPattern) and x.head_slice is None for x in found)
+        if len(found) == config.num_layers and are_whole:
+            return tuple(found)
+    raise ValueError(
+        f"patterns must be {config.num_layers} DilatedPatterns, one per block, each of all heads; "
+        f"got {len(got) if isinstance(got, Sequence) else in_brief(got)}"
+    )

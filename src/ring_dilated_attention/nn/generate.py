@@ -468,7 +468,7 @@ def _captures(
     layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]
     reasons = {
         f"a CUDA device, not {device}": device.type == "cuda",
-        "caches that each rank holds whole, sharded=False": not cache.is_sharded,
+        "caches that each rank holds whole, sharded=False": not any(x.is_sharded for x in caches),
         "modules without hooks, which would not be called for each token": not any(
             map(runs_hooks, modules)
         ),

@@ -16,11 +16,12 @@ from ..exchange import Group, one_group
 from ..layout import SequenceLayout
 from ..options import Schedule
 from ..parallel import fill, refuse_beside_wrapper
+from ..pattern import DilatedPattern
 from ..tiles import Backend
 from ..torch_op import telling_ranks
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
-from .config import LongNetConfig
+from .config import LongNetConfig, block_patterns
 from .generate import TokenGenerator
 from .modules import IN_CHUNKS, LayerNorm, refuse_sharded_apart, without_weights
 from .positions import RotaryEmbedding, Rotation, agreed_positions
@@ -33,16 +34,24 @@ class LongNetBlock(Block):
 
     Args:
         config: the shape of the model.
+        pattern: which keys each head sees.
         exchange: as for `LongNet`.
         backend: as for `LongNet`.
     """
 
     is_causal = True
 
-    def __init__(self, config: LongNetConfig, *, exchange: Schedule, backend: Backend) -> None:
+    def __init__(
+        self,
+        config: LongNetConfig,
+        pattern: DilatedPattern,
+        *,
+        exchange: Schedule,
+        backend: Backend,
+    ) -> None:
         super().__init__(
             config,
-            head_branches=config.head_branches,
+            pattern,
             num_kv_heads=config.num_kv_heads,
             exchange=exchange,
             backend=backend,
@@ -113,8 +122,8 @@ class LongNet(TokenGenerator):
             self.embedding = nn.Embedding(config.vocab_size, width)
             self.rope = RotaryEmbedding(width // heads, theta=config.rope_theta)
             self.blocks = nn.ModuleList(
-                LongNetBlock(config, exchange=exchange, backend=backend)
-                for _ in range(config.num_layers)
+                LongNetBlock(config, pattern, exchange=exchange, backend=backend)
+                for pattern in block_patterns(config)
             )
             self.norm = LayerNorm(width, eps=config.norm_eps)
         self.reset_parameters()

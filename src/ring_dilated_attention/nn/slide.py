@@ -16,11 +16,12 @@ from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..options import Schedule, check_options
 from ..parallel import fill, is_fully_sharded
+from ..pattern import DilatedPattern
 from ..tiles import Backend
 from ..torch_op import agreed, telling_ranks
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
-from .config import SlideEncoderConfig
+from .config import SlideEncoderConfig, block_patterns
 from .modules import (
     IN_CHUNKS,
     LayerNorm,
@@ -43,17 +44,25 @@ class EncoderBlock(Block):
 
     Args:
         config: the shape of the encoder.
+        pattern: which keys each head sees.
         exchange: as for `SlideEncoder`.
         backend: as for `SlideEncoder`.
     """
 
-    def __init__(self, config: SlideEncoderConfig, *, exchange: Schedule, backend: Backend) -> None:
+    def __init__(
+        self,
+        config: SlideEncoderConfig,
+        pattern: DilatedPattern,
+        *,
+        exchange: Schedule,
+        backend: Backend,
+    ) -> None:
         self.gain = math.sqrt(math.log(2 * config.num_layers))
         with without_weights(self):
             super().__init__(
                 config,
+                pattern,
                 has_inner_norm=True,
-                zero_keys=config.zero_keys,
                 branch_gradients=config.branch_gradients,
                 layer_norm=True,
                 layer_norm_eps=config.norm_eps,
@@ -166,8 +175,8 @@ class SlideEncoder(nn.Module):
             self.embedding = nn.Linear(config.in_dim, config.embed_dim)
             self.cls_token = nn.Parameter(torch.empty(1, 1, config.embed_dim))
             self.blocks = nn.ModuleList(
-                EncoderBlock(config, exchange=exchange, backend=backend)
-                for _ in range(config.num_layers)
+                EncoderBlock(config, pattern, exchange=exchange, backend=backend)
+                for pattern in block_patterns(config)
             )
             self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.reset_parameters()

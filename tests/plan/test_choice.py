@@ -41,7 +41,7 @@ def plan_of(pattern, length, heads, kv_heads, ranks=4, *, layout="zigzag", docum
 @pytest.mark.parametrize(
     ("plan", "taken"),
     [
-        # Two H200, ms: gather 406.5, heads 408, Ulysses 412; ring 52.5, heads 53.9, and more memory.
+        # Two H200, ms: gather 406.5, heads 408; and ring 52.5, heads 53.9 with more memory.
         (plan_of(DENSE, 131_072, 32, 8, 2), ROWS),
         (plan_of(DENSE, 65_536, 16, 16, 2), ROWS),
         (plan_of(DENSE, 131_072, 32, 8, layout="contiguous"), "heads:4"),  # which is unbalanced

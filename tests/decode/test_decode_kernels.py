@@ -23,10 +23,10 @@ from ring_dilated_attention.decode.attend import attend_by_kernel
 from ring_dilated_attention.decode.replicated import strips_on
 from ring_dilated_attention.engine import merge_
 from ring_dilated_attention.exchange import run_loopback
-from ring_dilated_attention.kernels import NO_END
 from ring_dilated_attention.kernels.decode import strips_of_cache
 from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.plan import plan_cache
+from ring_dilated_attention.plan.cache import NO_END
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

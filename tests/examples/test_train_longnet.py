@@ -133,6 +133,24 @@ def test_train_longnet_passes_over_a_damaged_checkpoint(run, tmp_path, capsys, d
     assert not mark.exists()
 
 
+def test_train_longnet_follows_no_link_out_of_its_folder_and_waits_for_no_pipe(tmp_path):
+    """A run that somebody else has packed is resumed: nothing outside of its folder changes."""
+    module, outside, out = example("train_longnet"), tmp_path / "outside", tmp_path / "run"
+    out.mkdir()
+    outside.write_text(text := '{"step": 1, "training": 8.0}\n')
+    for name in ("log.jsonl", ".log.jsonl", "loss.png"):
+        (out / name).symlink_to(outside)
+    with module.open_log(out, 2) as log:
+        log.write(text)
+    module.plot(out, 2)
+    assert outside.read_text() == text
+    assert (out / "log.jsonl").read_text() == 2 * text
+    assert not any(path.is_symlink() for path in out.iterdir())
+    (out / "log.jsonl").unlink()
+    os.mkfifo(out / "log.jsonl")
+    assert module.read_log(out, 2) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "launcher"),

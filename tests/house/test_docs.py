@@ -178,6 +178,23 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "reference" / "cli.html").exists()
 
 
+TOLD = {
+    "migrating.md": ('with np.printoptions(legacy="1.25"):', "cannot import name 'LongNetConfig'"),
+    "tutorials/gigapath.md": ('with np.printoptions(legacy="1.25"):', "'torchscale.model'`"),
+    "tutorials/torchtitan.md": ("$ pip install", "main branch of 2026-08-21"),
+    "how-to/data-parallel.md": ("`SFTTrainer` works on one process", "without it, silently"),
+    "how-to/faults.md": (
+        "**A forward call that one rank left out** is found at the next call that",
+    ),
+}
+
+
+def test_pages_tell_what_a_reader_would_run_into():
+    for page, sentences in TOLD.items():
+        text = (DOCS / page).read_text()
+        assert all(sentence in text for sentence in sentences), page
+
+
 def test_numbers_of_longnets_pattern_stand_beside_what_it_cannot_do():
     results = (ROOT / "benchmarks" / "results").glob("*.md")
     pages = [page.read_text() for page in (*PAGES, *results)]

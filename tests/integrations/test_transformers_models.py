@@ -43,12 +43,9 @@ def test_an_encoder_is_as_by_transformers_and_refused_on_ranks(family):
     assert relative_error(got.loss, want.loss) < IN_FLOAT32
     set_attention(model, PATTERN)
     assert relative_error(model(**batch).logits[valid], want.logits[valid]) > 1e-2
-    if family == "Roberta":  # it counts from padding_idx + 1
-        with pytest.raises(ValueError, match=r"count up from 0 .* must have 0; got 2"):
-            model(batch["input_ids"], position_ids=torch.arange(LENGTH)[None] + 2)
 
     def run(ends):
-        with pytest.raises(ValueError, match="on 2 ranks: only the types in DECODERS"):
+        with pytest.raises(ValueError, match=r"on 2 ranks: only the types in DEC.* group=None"):
             set_attention(copy.deepcopy(model), PATTERN, group=ends)
 
     run_loopback(2, run)
@@ -82,6 +79,22 @@ LINEAR = {
 EMPTY = torch.tensor([0, 10, 10, LENGTH, LENGTH])
 GIVEN = {"cu_seq_lens_q": EMPTY, "cu_seq_lens_k": EMPTY}
 RESTARTS = {"position_ids": restarts(10, LENGTH - 10)}
+
+
+@pytest.mark.parametrize(
+    "family", ["Camembert", "Data2VecText", "Roberta", "RobertaPreLayerNorm", "XLMRobertaXL"]
+)
+def test_packed_documents_of_models_that_number_positions_themselves(family):
+    """They count from pad_token_id + 1 = 2: row 1 of their table is that of padding."""
+    model = encoder(family)
+    set_attention(model, DENSE)
+    model(IDS)
+    ids = {"position_ids": torch.arange(LENGTH)[None] + 2}
+    for known in (RESTARTS, ids, GIVEN):
+        name = next(iter(known))
+        message = rf"{name} must be None where .* pad_token_id \+ 1: .* a row of its own, .*; got T"
+        with pytest.raises(ValueError, match=message):
+            model(IDS, **known)
 
 
 def test_linear_attention_gets_the_documents(monkeypatch):

@@ -53,6 +53,7 @@ def t5():
 
 MODELS: dict[str, Any] = {
     "cross-attention": (t5, "a type that it was tested with, .*; got 't5'"),
+    "keywords that attention does not get": (lambda: make("StableLm"), "with, .*; got 'stablelm'"),
     "biases": (
         lambda: make("BigBird", attention_type="original_full"),
         "tested with, .*; got 'big_bird'",

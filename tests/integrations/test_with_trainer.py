@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.bounds import SUMMED_IN_FLOAT32
 from support.launched import as_by_torchrun, example
 from support.transformers_models import PATTERN, SMALL
 from support.worlds import world
+from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import SequenceLayout
-from ring_dilated_attention.checks import run_ranks
+from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.integrations.transformers import set_attention, shard_batch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -80,6 +82,28 @@ def smoothed_labels():
         recipe.SequenceParallelTrainer(
             model_on(world()), arguments(label_smoothing_factor=0.1), mesh=None
         )
+
+
+def short_last_batch(rank, world_size):
+    """The recipe's Trainer evaluates 2 rows and then 1: eval_loss is the mean over rows."""
+    as_by_torchrun(rank, world_size)
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "sp"))
+    model, held_out = model_on(mesh["sp"]), rows(3)
+    with torch.no_grad():
+        model.lm_head.weight *= 100  # losses of rows differ by more than rounding
+    trainer = example("transformers_trainer").SequenceParallelTrainer(
+        model, arguments(per_device_eval_batch_size=2), mesh=mesh, data_collator=collated
+    )
+    found = trainer.evaluate(held_out)["eval_loss"]
+    set_attention(model, PATTERN)
+    losses = torch.stack([model(**collated([row])).loss.detach() for row in held_out])
+    assert losses[:2].mean() / losses[2] - 1 > 0.05
+    assert relative_error(torch.tensor(found), losses.mean()) < SUMMED_IN_FLOAT32
+
+
+@pytest.mark.slow
+def test_eval_loss_of_a_short_last_batch():
+    run_ranks(short_last_batch, 2)
 
 
 def as_written(rank, world_size):

@@ -76,6 +76,11 @@ ON_ONE_PROCESS = HYBRIDS | _types(
 )
 """Hybrids; encoders; and models whose position ids have several dimensions (M-RoPE)."""
 
+FROM_PADDING_IDX = _types(
+    "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl"
+)
+"""Encoders that look positions up in a table from config.pad_token_id + 1 on."""
+
 REFUSED = {
     "an indexer chooses its keys": _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
     "it has biases in its scores": _types("bloom inkling_text inkling2_text mpt t5"),
@@ -161,7 +166,10 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
     elif ranks == 1:
         return
     elif kind not in DECODERS:
-        got, why = f"{kind!r}", "only the types in DECODERS are supported"
+        got = f"{kind!r}"
+        why = (
+            "only the types in DECODERS share sequences; pass group=None and each rank its batches"
+        )
     elif base is not model and not name.endswith(HEADS):
         got, why = name, f"a head must be one of {', '.join(HEADS)}; others go on model.base_model"
     elif got := _by_length(base):
@@ -174,6 +182,8 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
 # --- arguments of calls
 
 
+_FROM_PADDING = "where a model counts positions from pad_token_id + 1"
+_OWN_ROWS = "it numbers each row itself; give each document a row of its own, padded on the right"
 ARGUMENTS: tuple[tuple[str, bool | None, str, str], ...] = (
     ("head_mask", None, "", "heads are not masked"),
     ("encoder_hidden_states", None, "", "there is no cross-attention"),
@@ -182,6 +192,8 @@ ARGUMENTS: tuple[tuple[str, bool | None, str, str], ...] = (
     ("output_router_logits", False, "on ranks", "they would balance the experts of a shard"),
     ("output_router_logits", False, "with a KV cache", "they would be in another order"),
     ("output_hidden_states", False, "with a KV cache", "they would be in another order"),
+    ("position_ids", None, _FROM_PADDING, _OWN_ROWS),
+    ("cu_seq_lens_q", None, _FROM_PADDING, _OWN_ROWS),
 )
 """Arguments of a model: name, required value, calls in which it is required ("": all), and reason.
 Where the required value is a bool, None stands for the value in the config."""
@@ -221,12 +233,13 @@ def check_arguments(
             "object share its pattern, so make each with copy.deepcopy(config); for other "
             "attention call remove_attention(model)"
         )
+    applies = {"": True, "on ranks": ranks > 1, "with a KV cache": is_cached}
+    applies[_FROM_PADDING] = kind_of(module) in FROM_PADDING_IDX
     for name, wanted, when, why in ARGUMENTS:
         value = given.get(name)
         if wanted is not None:
             value = bool(getattr(config, name, wanted) if value is None else value)
-        applies = {"": True, "on ranks": ranks > 1, "with a KV cache": is_cached}[when]
-        if applies and value is not wanted:
+        if applies[when] and value is not wanted:
             got = type(value).__name__ if isinstance(value, Tensor) else in_brief(value)
             raise ValueError(f"{name} must be {wanted} {when}: {why}; got {got}")
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from . import own_programs
 from .device_profile import (
     MOST_NEW_ROWS,
-    NO_END,
     BackwardConfig,
     Kernel,
     LaunchConfig,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_NEW_ROWS",
-    "NO_END",
     "BackwardConfig",
     "Kernel",
     "LaunchConfig",

@@ -23,14 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..plan.cache import NO_END
 from .blocks import LN_2, LOG2_E, row_offsets, stride_unit, strides_in
-from .device_profile import (
-    MOST_NEW_ROWS,
-    NO_END,
-    decode_config,
-    power_of_two,
-    profile_of,
-)
+from .device_profile import MOST_NEW_ROWS, decode_config, power_of_two, profile_of
 from .forward import attend
 from .launch import KernelLaunch, kernel
 

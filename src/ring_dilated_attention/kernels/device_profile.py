@@ -233,9 +233,6 @@ def default_config(
     return replace(best, block_m=block_m, block_n=block_n, num_warps=num_warps)
 
 
-NO_END = 2**62
-"""In a table of the branches of a KV cache, the segment length of a branch whose only segment has
-no end."""
 MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
 MOST_GELU_WIDTH = 8192

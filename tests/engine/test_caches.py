@@ -7,9 +7,12 @@ import pytest
 import torch
 from support.tolerances import FLOAT64
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
+from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.engine import compute
+from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import keep_few
+from ring_dilated_attention.plan import AttentionPlan, RankPlan
 from ring_dilated_attention.resolve import cache_by_size, forget_plans
 
 
@@ -99,3 +102,22 @@ def test_threads_may_share_a_cache():
         thread.join()
     assert make.held <= 500
     assert len(entries) <= 5
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_equal_plans_of_two_threads(monkeypatch):
+    """Threads that plan a call at the same time may have plans of their own."""
+    monkeypatch.setattr(AttentionPlan, "rank", lambda plan, rank: RankPlan(plan, rank))
+    layout = SequenceLayout.contiguous(20, 2)
+    pattern = DilatedPattern([5, None], [1, 9], zero_keys=True)
+    whole = torch.randn(1, 20, 2, 8, dtype=torch.float64)
+    expected, _ = reference_attention(whole, whole, whole, pattern)
+
+    def rank(ends):
+        own = layout.shard(whole, ends.rank, 1).requires_grad_()
+        given = {"group": ends, "layout": layout, "exchange": "ring"}
+        out = dilated_attention(own, own, own, pattern, **given)
+        out.sum().backward()
+        return relative_error(out.detach(), layout.shard(expected, ends.rank, 1))
+
+    assert max(run_loopback(2, rank)) < FLOAT64

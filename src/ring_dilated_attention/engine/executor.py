@@ -88,7 +88,8 @@ class Prepared:
             flops = 4.0 * head_dim * batch * heads_per_kv * call.plan.own_pairs
         options = call.backend, call.scale, batch, heads_per_kv, call.workspace
         self.tile_call = TileCall(*options, own_flops=flops, softcap=call.softcap)
-        self.own = {x: own_schedule(x, self.tile_call, head_dim) for x in rounds}
+        # By heads: threads that plan at the same time may have equal rounds of their own.
+        self.own = {x.plan.narrowed_to: own_schedule(x, self.tile_call, head_dim) for x in rounds}
 
 
 def ring_forward(
@@ -243,7 +244,7 @@ class Forward(Run):
 
     def compute_own(self, action: Action) -> None:
         """Groups that cover all queries are stored, all others merged into what is stored."""
-        own, result = self.own[action.rank], Result(self.out, self.lse)
+        own, result = self.own[action.rank.plan.narrowed_to], Result(self.out, self.lse)
         self._compute(own.covering, self.inputs, result._replace(stores=True))
         for launch in own.launches:
             add_all = partial(forward_own, launch, self.tile_call, self.inputs, result)
@@ -263,8 +264,8 @@ class Forward(Run):
     def do_zero(self, action: Action) -> None:
         """Merge zero keys, except those that row-by-row launches have counted."""
         self.sums.join()
-        zero_keys, heads_per_kv = self.own[action.rank].zero_keys, self.tile_call.heads_per_kv
-        merge_zero_keys(zero_keys, self.out, self.lse.transpose(1, 2), heads_per_kv)
+        own, heads_per_kv = self.own[action.rank.plan.narrowed_to], self.tile_call.heads_per_kv
+        merge_zero_keys(own.zero_keys, self.out, self.lse.transpose(1, 2), heads_per_kv)
 
 
 class Backward(Run):
@@ -297,7 +298,7 @@ class Backward(Run):
         First are the covering group and the launches, or where there are none one other group: the
         covering group has to be, since it stores its results where all others add to them.
         """
-        own = self.own[action.rank]
+        own = self.own[action.rank.plan.narrowed_to]
         if action.part != "rest":
             storing = self.totals._replace(stores_query=True, stores_keys=True)
             self._compute(own.covering, own, storing)

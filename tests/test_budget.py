@@ -16,15 +16,15 @@ BUDGET = {
     "engine": (2_292, 9),
     "exchange": (1_518, 7),
     "integrations": (3_150, 10),
-    "kernels": (3_368, 10),
-    "nn": (3_158, 12),
+    "kernels": (3_457, 10),  # 89, 48 and 77 in nn and torch_op: rotations by one kernel
+    "nn": (3_206, 12),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
     "the root": (2_464, 11),
     "tiles": (1_164, 6),
-    "torch_op": (1_055, 5),
+    "torch_op": (1_132, 6),
 }
-MOST_TESTS = 21_700
+MOST_TESTS = 21_840
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -2,6 +2,7 @@
 
 import os
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,7 @@ def test_what_the_kernel_is_not_for(monkeypatch):
     positions.rotate_both(rotation.__call__, query, key)
     assert len(calls) == 2
     learned = Rotation(rotation.cos.clone().requires_grad_(), rotation.sin)
+    turn: Any
     for turn, first, second in (
         (learned, query, key),
         (Rotation(*(t.double() for t in rotation)), query, key),

@@ -58,12 +58,13 @@ class _Rotate(torch.autograd.Function):
 def _run(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool
 ) -> _Pair:
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin)]
-    if given[2].stride() != given[3].stride():
-        given[2:] = cos.contiguous(), sin.contiguous()
-    given[2:] = (x.expand(len(query), -1, -1) for x in given[2:])
+    given = (query, key, cos, sin)
+    query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = (x.expand(len(query), -1, -1) for x in (cos, sin))
     with kernels_on(query.device):
-        return kernels.rows.rotate_rows(*given, transposed)
+        return kernels.rows.rotate_rows(query, key, cos, sin, transposed)
 
 
 def _fake(query: torch.Tensor, key: torch.Tensor, *_: Any) -> _Pair:

@@ -172,4 +172,4 @@ def test_what_the_kernel_is_not_for(monkeypatch):
         calls[2:] = []
     assert learned(query).requires_grad
     with pytest.raises(ValueError, match=r"needs shape \(batch, 5, heads, 8\)"):
-        rotation.of_both(query, key[:, :4])
+        positions.rotate_both(rotation, query, key[:, :4])

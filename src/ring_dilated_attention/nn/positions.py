@@ -91,16 +91,8 @@ class Rotation(NamedTuple):
         rotated = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
         return rotated.to(x.dtype)
 
-    def of_both(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate a query and the key beside it: two calls, but in one kernel where there is one."""
-        alike = query.dtype == key.dtype and query.shape[:1] == key.shape[:1]
-        if not (alike and self._fits_one_kernel(query) and self._fits_one_kernel(key)):
-            return self(query), self(key)
-        self._check(query)
-        self._check(key)
-        return rotate(query, key, *self)
-
     def _fits_one_kernel(self, x: Tensor) -> bool:
+        """Whether `rotate` computes it, which makes no gradients of the tables."""
         return (
             takes_kernels(x)
             and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -110,6 +102,7 @@ class Rotation(NamedTuple):
         )
 
     def _check(self, x: Tensor) -> None:
+        """Raise unless the shape is that of this rotation's rows."""
         *batch, rows, head_dim = self.cos.shape
         fits = x.dim() == 4 and x.shape[1] == rows and x.shape[-1] == head_dim
         if not fits or (batch and batch[0] not in (1, x.shape[0])):
@@ -124,9 +117,17 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """``rope(query), rope(key)``; of a `Rotation`, or its `__call__`, by one kernel if possible."""
     rotation = rope.__self__ if isinstance(rope, MethodType) else rope
-    if type(rotation) is Rotation:
-        return rotation.of_both(query, key)
-    return rope(query), rope(key)
+    alike = query.dtype == key.dtype and query.shape[:1] == key.shape[:1]
+    if not (
+        type(rotation) is Rotation
+        and alike
+        and rotation._fits_one_kernel(query)
+        and rotation._fits_one_kernel(key)
+    ):
+        return rope(query), rope(key)
+    rotation._check(query)
+    rotation._check(key)
+    return rotate(query, key, *rotation)
 
 
 class RotaryEmbedding(nn.Module):

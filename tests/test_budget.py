@@ -13,18 +13,18 @@ BUDGET = {
     "cli": (1_007, 6),
     "decode": (1_630, 5),
     "draw": (675, 4),
-    "engine": (2_292, 9),
+    "engine": (2_293, 9),
     "exchange": (1_518, 7),
     "integrations": (3_163, 10),
-    "kernels": (3_358, 10),
-    "nn": (3_215, 12),
+    "kernels": (3_447, 10),
+    "nn": (3_264, 12),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
     "the root": (2_475, 11),
     "tiles": (1_164, 6),
-    "torch_op": (1_055, 5),
+    "torch_op": (1_132, 6),
 }
-MOST_TESTS = 21_800
+MOST_TESTS = 22_000
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

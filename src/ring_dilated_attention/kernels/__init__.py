@@ -11,10 +11,10 @@ These need Triton, and are imported when they are asked for:
   are;
 - `ranges_forward` and `ranges_backward` compute several branches at once, row by row; a module
   that does not need Triton, `own_programs`, says in how many launches, and lays them out;
-- `rows` merges and adds the results of tiles, and copies, adds and sums rows of K and V that are
-  found by index;
+- `rows` merges and adds the results of tiles, copies, adds and sums rows of K and V that are found
+  by index, and rotates those of query and key by their positions;
 - `decode` computes a few queries against strips of evenly spaced rows, such as those of a KV cache;
-- `gelu_norm` is the layer norm of a GELU, where `normalizes_gelu` says so.
+- `gelu_norm` is the layer norm of a GELU, where `takes_rows` says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .device_profile import (
     default_config,
     profile_of,
 )
-from .launch import has_triton, keep_few, normalizes_gelu, runs_triton
+from .launch import has_triton, keep_few, runs_triton, takes_rows
 from .own_programs import build_cells
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ __all__ = [
     "gelu_norm",
     "has_triton",
     "keep_few",
-    "normalizes_gelu",
     "own_programs",
     "profile_of",
     "ranges_backward",
     "ranges_forward",
     "rows",
     "runs_triton",
+    "takes_rows",
     "tiles_backward",
     "tiles_forward",
 ]

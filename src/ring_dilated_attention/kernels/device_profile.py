@@ -235,7 +235,7 @@ def default_config(
 
 MOST_NEW_ROWS = 64
 """Positions that the decoding kernels take at a time: each sees those before it by a mask."""
-MOST_GELU_WIDTH = 8192
+MOST_WIDTH = 8192
 """Elements, at most, of a row of which one program normalises the GELU."""
 _MOST_DECODE_QUERIES = 64
 _DECODE_BYTES = 16 << 10

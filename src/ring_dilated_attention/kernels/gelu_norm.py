@@ -91,7 +91,7 @@ def gelu_norm_forward(
 
     Args:
         rows: (..., width), contiguous, any floating dtype but float64; width at most
-            `MOST_GELU_WIDTH`.
+            `MOST_WIDTH`.
         weight: (width,), contiguous, any floating dtype but float64, on the device of `rows`.
         bias: like `weight`.
         eps: added to variances.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .device_profile import MOST_GELU_WIDTH, profile_of
+from .device_profile import MOST_WIDTH, profile_of
 
 T = TypeVar("T")
 
@@ -47,9 +47,9 @@ def compiles_for(device: torch.device) -> bool:
     return profile_of(device).capability >= _LEAST_CAPABILITY
 
 
-def normalizes_gelu(device: torch.device, width: int) -> bool:
-    """Whether the kernels of `gelu_norm` run on a device, for rows of `features` elements."""
-    return width <= MOST_GELU_WIDTH and compiles_for(device)
+def takes_rows(device: torch.device, width: int) -> bool:
+    """Whether kernels that hold whole rows, of `width` elements, in registers run on a device."""
+    return width <= MOST_WIDTH and compiles_for(device)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:

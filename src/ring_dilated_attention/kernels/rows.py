@@ -383,3 +383,92 @@ def _by_index(
     )  # fmt: skip
     tables = [positions if x is None else x for x in (positions, heads, slots)]
     _index_kernel(launch, (*pair, packed, *tables))
+
+
+@kernel(6)
+def _rotate_kernel(
+    query, key, query_out, key_out, cos, sin, rows, query_heads, key_heads, query_blocks, blocks,
+    query_batch, query_row, query_head, key_batch, key_row, key_head, table_batch, table_row,
+    UNIT: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    is_key = block >= query_blocks
+    x, out = query, query_out
+    if is_key:
+        x, out = key, key_out
+    heads = tl.where(is_key, key_heads, query_heads)
+    # Heads of one row are neighbours, in memory too, and share what is read of the tables.
+    first = tl.where(is_key, block - query_blocks, block).to(tl.int64) * BLOCK_ROWS
+    behind = (first % heads).to(tl.int32) + tl.arange(0, BLOCK_ROWS)
+    row, head = first // heads + behind // heads, behind % heads
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    where = (row < rows)[:, None] & (column < HALF)
+
+    offsets = batch * tl.where(is_key, key_batch, query_batch)
+    offsets += row * tl.where(is_key, key_row, query_row)
+    offsets += head * tl.where(is_key, key_head, query_head).to(tl.int64)
+    at = x + offsets[:, None] * UNIT + column
+    low = tl.load(at, mask=where, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=where, other=0.0).to(tl.float32)
+    table = (batch * table_batch + row * table_row)[:, None] * UNIT + column
+    of_low = tl.load(cos + table, mask=where, other=0.0)
+    of_high = tl.load(cos + table + HALF, mask=where, other=0.0)
+    # What of the high half comes to the low one, and the reverse.
+    to_low = tl.load(sin + table + HALF * TRANSPOSED, mask=where, other=0.0)
+    to_high = tl.load(sin + table + HALF * (1 - TRANSPOSED), mask=where, other=0.0)
+    to = out + (((batch * rows + row) * heads + head) * (2 * HALF))[:, None] + column
+    dtype = out.dtype.element_ty
+    tl.store(to, (low * of_low + high * to_low).to(dtype), mask=where)
+    tl.store(to + HALF, (high * of_high + low * to_high).to(dtype), mask=where)
+
+
+def rotate_rows(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the pairs (x[i], x[i + head_dim // 2]) of query and key: ``x * cos + swap(x) * sin``.
+
+    swap exchanges the halves of a row. Computed in float32, rounded once.
+
+    Args:
+        query: (batch, rows, heads, head_dim), any floating dtype but float64; head_dim even and
+            contiguous.
+        key: (batch, rows, kv_heads, head_dim), same dtype, head_dim contiguous; kv_heads may be 0.
+        cos: (batch, rows, head_dim), float32, head_dim contiguous; a batch stride may be 0.
+        sin: like `cos`, of the same strides.
+        transposed: whether to apply the transpose, ``x * cos + swap(x * sin)``, as backward does.
+
+    Returns:
+        Both rotated, contiguous.
+    """
+    outs = tuple(x.new_empty(x.shape) for x in (query, key))
+    strides = query.stride(), key.stride(), cos.stride()
+    launch = _rotate_launch(query.shape, key.shape[2], strides, transposed)
+    if launch.grid[0]:
+        _rotate_kernel(launch, (query, key, *outs, cos, sin))
+    return outs[0], outs[1]
+
+
+@lru_cache(maxsize=1024)
+def _rotate_launch(
+    shape: torch.Size, kv_heads: int, strides: tuple[tuple[int, ...], ...], transposed: bool
+) -> KernelLaunch:
+    """Of a query of this shape; `strides` of query, key and cos."""
+    batch, rows, heads, head_dim = shape
+    assert head_dim % 2 == 0
+    of_heads, of_table = strides[:2], (*strides[2][:2], 0)  # a table has no heads
+    unit, block_half = stride_unit(*of_heads, of_table), triton.next_power_of_2(head_dim // 2)
+    block_rows = max(1, 1024 // block_half)  # of a half: 8 elements a thread at four warps
+    query_blocks, key_blocks = (triton.cdiv(rows * n, block_rows) for n in (heads, kv_heads))
+    blocks = query_blocks + key_blocks
+    sizes = rows, heads, kv_heads, query_blocks, blocks
+    numbers = *sizes, *strides_in(unit, *of_heads), *strides_in(unit, of_table)[:2]
+    constants = {
+        "UNIT": unit,
+        "HALF": head_dim // 2,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_HALF": block_half,
+        "TRANSPOSED": int(transposed),
+    }
+    return KernelLaunch((batch * blocks, 1), numbers, constants, {})

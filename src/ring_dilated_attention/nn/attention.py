@@ -35,6 +35,7 @@ from ..tiles import Backend
 from ..torch_op import padding, telling_ranks
 from .heads import check_head_sizes, project_heads, slice_of_heads
 from .modules import LayerNorm, check_rows, without_weights
+from .positions import rotate_both
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # torch needs it; typing has it from Python 3.11 on
@@ -292,7 +293,8 @@ class MultiheadDilatedAttention(nn.Module):
             return tuple(project_heads(layers, inputs, self.head_dim))
         # The value by itself: it would keep the memory of a joint tensor, which rotations leave.
         q_bnhd, k_bnhd = project_heads(layers[:2], inputs[:2], self.head_dim)
-        return rope(q_bnhd), rope(k_bnhd), *project_heads(layers[2:], inputs[2:], self.head_dim)
+        rotated = rotate_both(rope, q_bnhd, k_bnhd)
+        return *rotated, *project_heads(layers[2:], inputs[2:], self.head_dim)
 
     def attend(self, q_bnhd: Tensor, k_bnhd: Tensor, v_bnhd: Tensor, **options: Any) -> Tensor:
         """The second part of `forward`: `dilated_attention`, with the shape of `q_bnhd`.

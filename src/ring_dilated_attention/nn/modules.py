@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..engine import autocast_dtype
-from ..kernels import normalizes_gelu
+from ..kernels import takes_rows
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import in_brief, shape_in_brief
 from ..torch_op import gelu_norm
@@ -149,19 +149,29 @@ def fits_one_kernel(norm: nn.Module, rows: Tensor) -> bool:
     the module would do nothing else.
     """
     return (
-        rows.is_cuda
-        and rows.dtype in (torch.bfloat16, torch.float16)
+        rows.dtype in (torch.bfloat16, torch.float16)
         and is_plain(norm, LayerNorm)
         and type(norm.bias) is nn.Parameter
         and norm.normalized_shape == rows.shape[-1:]
-        and not is_dtensor(rows)
-        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
-        and _normalizes_gelu(rows.device, int(norm.normalized_shape[-1]))
+        and takes_kernels(rows, int(norm.normalized_shape[-1]))
     )
 
 
-def _normalizes_gelu(device: torch.device, width: int) -> bool:
-    return normalizes_gelu(device, width)
+def takes_kernels(tensor: Tensor, width: int = 1) -> bool:
+    """Whether operators that are one Triton kernel compute with a tensor, its dtype aside.
+
+    `width`: elements of the rows of which a program of the kernel holds a whole one; a constant.
+    """
+    return (
+        tensor.is_cuda
+        and not is_dtensor(tensor)
+        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+        and _takes_rows(tensor.device, width)
+    )
 
 
-vars(_normalizes_gelu)["_dynamo_marked_constant"] = True  # as in slide.py
+def _takes_rows(device: torch.device, width: int) -> bool:
+    return takes_rows(device, width)
+
+
+vars(_takes_rows)["_dynamo_marked_constant"] = True  # as in slide.py

@@ -5,7 +5,8 @@ The rotary embedding is that of RoFormer (Su et al. 2021, arXiv 2104.09864), by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from ..layout import SequenceLayout
 from ..options import check_options
 from ..parallel import is_dtensor, of_own_part
 from ..pattern import check_positive_float, check_positive_int, in_brief, shape_in_brief
-from ..torch_op import agreed
+from ..torch_op import agreed, rotate
+from .modules import takes_kernels
 
 
 def document_positions(positions: Tensor, documents: Integers) -> Tensor:
@@ -52,7 +54,8 @@ def document_positions(positions: Tensor, documents: Integers) -> Tensor:
 class Rotation(NamedTuple):
     """The rotation of every local row; call it on a query or a key.
 
-    The tables are as wide as a head: a rotation is then three operations.
+    On CUDA devices it is one Triton kernel, but for float64, and tables that have a gradient. The
+    tables are as wide as a head: elsewhere a rotation is then three operations.
 
     Attributes:
         cos: float32, shape (local_sequence, head_dim), or (batch, local_sequence, head_dim) where
@@ -80,6 +83,26 @@ class Rotation(NamedTuple):
         """
         if is_dtensor(x):
             return of_own_part(self.__call__, x)
+        self._check(x)
+        if self._fits_one_kernel(x):
+            return rotate(x, x.detach()[:, :, :0], *self)[0]
+        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        # Computed in float32 at least, as torch promotes; a cast would be one more operation.
+        rotated = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        return rotated.to(x.dtype)
+
+    def _fits_one_kernel(self, x: Tensor) -> bool:
+        """Whether `rotate` computes it, which makes no gradients of the tables."""
+        return (
+            takes_kernels(x)
+            and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+            and not (self.cos.requires_grad or self.sin.requires_grad)
+            and self.cos.dtype == self.sin.dtype == torch.float32
+            and self.cos.device == self.sin.device == x.device
+        )
+
+    def _check(self, x: Tensor) -> None:
+        """Raise unless the shape is that of this rotation's rows."""
         *batch, rows, head_dim = self.cos.shape
         fits = x.dim() == 4 and x.shape[1] == rows and x.shape[-1] == head_dim
         if not fits or (batch and batch[0] not in (1, x.shape[0])):
@@ -87,10 +110,24 @@ class Rotation(NamedTuple):
             raise ValueError(
                 f"this rotation needs shape ({of}, {rows}, heads, {head_dim}); got {tuple(x.shape)}"
             )
-        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
-        # Computed in float32 at least, as torch promotes; a cast would be one more operation.
-        rotated = torch.addcmul(x * cos, x.roll(head_dim // 2, -1), sin)
-        return rotated.to(x.dtype)
+
+
+def rotate_both(
+    rope: Callable[[Tensor], Tensor], query: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``rope(query), rope(key)``; of a `Rotation`, or its `__call__`, by one kernel if possible."""
+    rotation = rope.__self__ if isinstance(rope, MethodType) else rope
+    alike = query.dtype == key.dtype and query.shape[:1] == key.shape[:1]
+    if not (
+        type(rotation) is Rotation
+        and alike
+        and rotation._fits_one_kernel(query)
+        and rotation._fits_one_kernel(key)
+    ):
+        return rope(query), rope(key)
+    rotation._check(query)
+    rotation._check(key)
+    return rotate(query, key, *rotation)
 
 
 class RotaryEmbedding(nn.Module):

@@ -2,8 +2,9 @@
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
 importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
-a module was given) and `GELU_NORM`. `validate_tensors` and `check_padding_mask` refuse arguments;
-`tell_ranks` and `telling_ranks` raise a failure on the way to attention on every rank.
+a module was given), `GELU_NORM` and that of `rotate`. `validate_tensors` and `check_padding_mask`
+refuse arguments; `tell_ranks` and `telling_ranks` raise a failure on the way to attention on every
+rank.
 `apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
@@ -20,6 +21,7 @@ from .agreed import (
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .gelu_norm import GELU_NORM, gelu_norm
 from .operator import BACKWARD, FORWARD, validate_sink, validate_tensor, validate_tensors
+from .rotate import rotate
 
 __all__ = [
     "AGREED",
@@ -35,6 +37,7 @@ __all__ = [
     "once_differentiable",
     "padding",
     "refuse_tangents",
+    "rotate",
     "tell_ranks",
     "telling_ranks",
     "validate_sink",

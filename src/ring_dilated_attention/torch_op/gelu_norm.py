@@ -32,7 +32,7 @@ def gelu_norm(
     """The layer norm of the GELU (by the error function) of rows, computed in float32.
 
     Args:
-        rows: (..., width), where `kernels.normalizes_gelu` says so.
+        rows: (..., width), where `kernels.takes_rows` says so.
         weight: (width,), floating.
         bias: like `weight`.
         eps: added to variances.

@@ -8,7 +8,7 @@ import torch
 from support.cut_rings import rings_cut
 from support.tolerances import FLOAT32, TOLERANCE, rounding_bound
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.checks import (
     Case,
     ViewKind,
@@ -281,6 +281,18 @@ def test_tiles_of_flash_attention_4(queries, keys, is_causal, band, softcap):
     found = *tile.forward(inputs), *tile.backward(inputs, merged)
     for a, b in zip(found, (out, lse, *want), strict=True):
         assert relative_error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_halos_on_one_gpu(backend, is_causal):
+    """Of ranks with few rows and many: of more queries than keys, and the reverse."""
+    skip_if_refused(backend, torch.bfloat16, 64)
+    layout = SequenceLayout([[(0, 30), (95, 100)], [(30, 33)], [(33, 90)], [(90, 95)]])
+    options = {"is_causal": is_causal, "backend": backend, "num_heads": 4, "num_kv_heads": 2}
+    for pattern in (DilatedPattern.window(7), DilatedPattern([Window(40, 9), None], [3, 5])):
+        cases = [replace(case_of(100, pattern=pattern, **options), layout=layout)]
+        assert not failures(cases, run_here(4, cases))
 
 
 # Both sides of each block size of the kernels, the sizes that models have, and 112, which

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -203,3 +204,31 @@ def test_rows_of_score_0_are_no_nan():
     out, lse = dilated_attention(zero, zero, value, DilatedPattern([1], [1]), return_lse=True)
     assert torch.equal(out, value)
     assert not lse.any()
+
+
+def seen_by_flash(queries, keys, left, right):
+    """Pairs that torch's flash kernel computes: sides are cut, and -1 has no end."""
+    left, right = (-1 if side >= keys else side for side in (left, right))
+    left, right = (
+        keys if side < 0 <= other else side for side, other in ((left, right), (right, left))
+    )
+    more, pairs = keys - queries, {(i, j) for i in range(queries) for j in range(keys)}
+    is_whole = left < 0 and right < 0
+    return {(i, j) for i, j in pairs if is_whole or -left <= j - i - more <= right}
+
+
+def test_bands_that_torchs_flash_kernel_takes():
+    """Others, of whose pairs it would miss some, are computed by eager code."""
+    others = 0
+    for queries, keys in product(range(1, 7), repeat=2):
+        pairs = {(i, j) for i in range(queries) for j in range(keys)}
+        for band in product(range(-7, 8), repeat=2):
+            seen = {(i, j) for i, j in pairs if band[0] <= j - i <= band[1]}
+            if not all(len({pair[x] for pair in seen}) == n for x, n in enumerate((queries, keys))):
+                continue  # the plan trims tiles
+            q, k = (torch.empty(1, 1, rows, 8) for rows in (queries, keys))
+            tile = TileInputs(q, k, k, False, 1.0, band=band)
+            if sdpa.flash_takes(tile):
+                assert seen_by_flash(queries, keys, *tile.sides(2)) == seen
+            others += seen_by_flash(queries, keys, *tile.sides(2)) != seen
+    assert others

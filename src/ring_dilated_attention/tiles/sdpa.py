@@ -155,8 +155,21 @@ def _cudnn_backward(t: TileInputs, g: TileGradients) -> Gradients:
     return dq, dk, dv
 
 
+def flash_takes(t: TileInputs) -> bool:
+    """Whether torch's flash kernel computes a band as it is.
+
+    A side that is negative has no end there. One of as many keys or more is cut to their number,
+    which hides keys from the first queries where these are more than the keys.
+    """
+    (left, right), queries, keys = t.sides(2), t.q.shape[2], t.k.shape[2]
+    return min(left, right) >= 0 and (right < keys or queries <= keys)
+
+
 def _flash_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
     if t.band is not None:
+        if not flash_takes(t):
+            out, lse = EAGER.forward(t)
+            return out.to(t.q.dtype), lse
         q, k, v = (x.transpose(1, 2) for x in t[:3])
         left, right = t.sides(2)
         out, lse, *_ = aten._flash_attention_forward(
@@ -173,6 +186,8 @@ def _flash_forward(t: TileInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _flash_backward(t: TileInputs, g: TileGradients) -> Gradients:
     seed = torch.empty(2, dtype=torch.uint64, device=t.q.device)  # dropout state, unused
     if t.band is not None:
+        if not flash_takes(t):
+            return EAGER.backward(t, g)
         given = [x.transpose(1, 2) for x in (g.dout, t.q, t.k, t.v, g.out)]
         left, right = t.sides(2)
         found = aten._flash_attention_backward(

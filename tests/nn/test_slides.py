@@ -108,7 +108,7 @@ def backwards(length, ranks):
     return SequenceLayout([*([each] for each in others), [second, first]])
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "contiguous": lambda length, ranks: None,
     "zigzag": SequenceLayout.zigzag,
     "backwards": backwards,

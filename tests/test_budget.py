@@ -22,9 +22,9 @@ BUDGET = {
     "plan": (3_007, 9),
     "the root": (2_475, 11),
     "tiles": (1_164, 6),
-    "torch_op": (1_099, 5),
+    "torch_op": (1_100, 5),
 }
-MOST_TESTS = 22_180
+MOST_TESTS = 22_190
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -4,7 +4,7 @@
 importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
 a module was given), `GELU_NORM` and that of `rotate`. `validate_tensors` and `check_padding_mask`
 refuse arguments; `tell_ranks` and `telling_ranks` raise a failure on the way to attention on every
-rank.
+rank, and `sum_over_ranks` adds what is small.
 `apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
@@ -15,6 +15,7 @@ from .agreed import (
     check_padding_mask,
     lengths_of_mask,
     padding,
+    sum_over_ranks,
     tell_ranks,
     telling_ranks,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "padding",
     "refuse_tangents",
     "rotate",
+    "sum_over_ranks",
     "tell_ranks",
     "telling_ranks",
     "validate_sink",

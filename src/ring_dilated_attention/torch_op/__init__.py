@@ -4,7 +4,8 @@
 importing this room registers them, and `RECEIVED` (what keys receive), `LENGTHS` (of a padding
 mask), `AGREED` (ranks agree on what a module was given) and `GELU_NORM`. `validate_tensors` and
 `check_padding_mask` refuse arguments; `tell_ranks` and `telling_ranks` raise a failure on the way
-to attention on every rank, and `sum_over_ranks` adds what is small. `apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
+to attention on every rank, and `sum_over_ranks` adds what is small. `apply_function`,
+`once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
 from .agreed import (

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..functional import attention_received
-from .attention import MultiheadDilatedAttention
 from .heads import slice_of_heads
 from .slide_rows import Rows
 
@@ -50,12 +49,10 @@ class MapRecorder:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._layers: list[tuple[MultiheadDilatedAttention, Tensor, Tensor, Tensor]] = []
+        self._layers: list[tuple[Any, Tensor, Tensor, Tensor]] = []
 
-    def attend(
-        self, attention: MultiheadDilatedAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """`MultiheadDilatedAttention.attend`.
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend as the `MultiheadDilatedAttention` of a layer does.
 
         Raises:
             ValueError: the rank has some of the heads.
@@ -65,6 +62,7 @@ class MapRecorder:
                 "maps=True needs all heads on each rank; got "
                 f"{query.shape[2]} of {attention.num_heads}: share slides by group=, not heads"
             )
+        out: Tensor
         out, lse = attention.attend(query, key, value, return_lse=True, **self._options)
         self._layers.append((attention, query, key, lse))
         return out

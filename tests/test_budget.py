@@ -15,16 +15,16 @@ BUDGET = {
     "draw": (675, 4),
     "engine": (2_292, 9),
     "exchange": (1_518, 7),
-    "integrations": (3_150, 10),
+    "integrations": (3_122, 10),
     "kernels": (3_368, 10),
-    "nn": (3_215, 12),
+    "nn": (3_838, 15),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
     "the root": (2_475, 11),
     "tiles": (1_164, 6),
-    "torch_op": (1_055, 5),
+    "torch_op": (1_099, 5),
 }
-MOST_TESTS = 21_700
+MOST_TESTS = 22_180
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -123,14 +123,14 @@ def sum_over_ranks(part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
-        ctx.of = name, resolve_exchange(group)
-        total, ctx.number = _total(part, *ctx.of, "forward")
+        ctx.name, ctx.ends = name, resolve_exchange(group)
+        total, ctx.number = _total(part, name, ctx.ends, "forward")
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _total(gradient, *ctx.of, "backward", ctx.number)[0], None, None
+        return _total(gradient, ctx.name, ctx.ends, "backward", ctx.number)[0], None, None
 
 
 def _total(

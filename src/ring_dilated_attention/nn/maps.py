@@ -12,6 +12,9 @@ from ..functional import attention_received
 from .heads import slice_of_heads
 from .slide_rows import Rows
 
+_UNIT = 2.0**10
+"""Weights of a rollout, often 1e-5 and less, times this are numbers that float16 has."""
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMaps:
@@ -79,7 +82,7 @@ class MapRecorder:
         found, rollout = [], cls
         while self._layers:
             attention, query, key, lse = self._layers.pop()
-            queries = torch.stack((torch.ones_like(cls), cls, rollout))
+            queries = torch.stack((torch.ones_like(cls), cls, _UNIT * rollout))
             *sums, of_rollout = attention_received(
                 query,
                 key,
@@ -93,7 +96,7 @@ class MapRecorder:
                 **self._options,
             )
             found.append(torch.stack(sums))
-            rollout = (of_rollout.mean(1) + rollout) / 2
+            rollout = (of_rollout.mean(1) / _UNIT + rollout) / 2
         received, from_cls = torch.stack(found[::-1], 1)
         return AttentionMaps(
             *(rows.of_tiles(x.movedim(-1, 1)).movedim(1, -1) for x in (received, from_cls, rollout))

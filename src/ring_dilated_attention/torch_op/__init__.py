@@ -1,10 +1,10 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
-a module was given), `GELU_NORM` and that of `rotate`. `validate_tensors` and `check_padding_mask`
-refuse arguments; `tell_ranks` and `telling_ranks` raise a failure on the way to attention on every
-rank, and `sum_over_ranks` adds what is small.
+importing this room registers them, and `RECEIVED` (what keys receive), `LENGTHS` (of a padding
+mask), `AGREED` (ranks agree on what a module was given), and those of `gelu_norm` and `rotate`.
+`validate_tensors` and `check_padding_mask` refuse arguments; `tell_ranks` and `telling_ranks` raise
+a failure on the way to attention on every rank, and `sum_over_ranks` adds what is small.
 `apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
@@ -20,16 +20,23 @@ from .agreed import (
     telling_ranks,
 )
 from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .gelu_norm import GELU_NORM, gelu_norm
-from .operator import BACKWARD, FORWARD, validate_sink, validate_tensor, validate_tensors
+from .gelu_norm import gelu_norm
+from .operator import (
+    BACKWARD,
+    FORWARD,
+    RECEIVED,
+    validate_sink,
+    validate_tensor,
+    validate_tensors,
+)
 from .rotate import rotate
 
 __all__ = [
     "AGREED",
     "BACKWARD",
     "FORWARD",
-    "GELU_NORM",
     "LENGTHS",
+    "RECEIVED",
     "agreed",
     "apply_function",
     "check_padding_mask",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .slides import PackedSlides, Slide, pack
+from ..nn.slides import PackedSlides, Slide, pack
 
 if TYPE_CHECKING:
     import numpy as np

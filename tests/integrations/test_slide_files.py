@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ring_dilated_attention.nn import SlideFileError, read_slide, slide_files
-from ring_dilated_attention.nn.slide_files import SlideStream
+from ring_dilated_attention.integrations.slide_files import (
+    SlideFileError,
+    SlideStream,
+    read_slide,
+    slide_files,
+)
 
 h5py = pytest.importorskip("h5py")
 

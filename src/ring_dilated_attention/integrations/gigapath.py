@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from ..exchange import (
     Exchange,
     Group,
-    all_gather,
     one_group,
     resolve_exchange,
-    settle,
     together,
     untraced,
 )
 from ..layout import SequenceLayout
+from ..torch_op import sum_over_ranks
 from .torchscale import attention_of, replace_dilated_attention, set_layout
 
 __all__ = ["shard_slide_encoder"]
@@ -257,9 +256,7 @@ class _ShardedForward:
         if self.reads_mean:
             count = layout.length - self.has_class_token
             rows.append(tiles.sum(1, keepdim=True, dtype=wide) / count)
-        total = _SumOverRanks.apply(torch.cat(rows, 1), ends)  # type: ignore[no-untyped-call]
-        assert isinstance(total, Tensor)
-        return total.to(hidden.dtype)
+        return sum_over_ranks(torch.cat(rows, 1), _NAME, ends).to(hidden.dtype)
 
 
 @torch.no_grad()
@@ -275,31 +272,6 @@ def _numbers(tokens: Tensor) -> tuple[float, float]:
 def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
     # Written so that NaN, of a slide that has some, is no difference.
     return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks on every rank; so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ends: Exchange) -> Tensor:
-        total, ctx.number = _total(ends, part, "forward")
-        ctx.ends = ends
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _total(ctx.ends, gradient, "backward", ctx.number)[0], None
-
-
-def _total(ends: Exchange, part: Tensor, direction: str, number: int = 0) -> tuple[Tensor, int]:
-    """The sum over ranks, added in their order on each, so that its bits are the same."""
-    with ends.calls.enter(_NAME, direction, number) as scope:
-        settle(scope, ends, part.device)
-        total, *others = all_gather(ends, part)
-    for other in others:
-        total += other
-    return total, scope.call.number
 
 
 @contextmanager

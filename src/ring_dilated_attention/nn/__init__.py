@@ -1,9 +1,9 @@
 """Modules built on `dilated_attention`: layers, a language model of bytes, an encoder of slides.
 
-`heads` and `modules` are what the integrations share with them.
+`slides` packs slides of any size; `heads` and `modules` are what the integrations share.
 """
 
-from . import heads, modules
+from . import heads, modules, slides
 from .attention import DilatedAttention, MultiheadDilatedAttention
 from .block import Block
 from .checkpoint import attention_policy, keep_attention, map_rows
@@ -34,4 +34,5 @@ __all__ = [
     "map_rows",
     "modules",
     "sincos_positions",
+    "slides",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..options import BranchGradients, check_options
 from ..pattern import (
@@ -12,12 +12,15 @@ from ..pattern import (
     HeadBranches,
     HeadOffsets,
     Length,
+    check_choice,
     check_positive_float,
     check_positive_int,
     in_brief,
 )
 from .heads import check_head_sizes
 from .positions import RotaryEmbedding
+
+Pooling: TypeAlias = Literal["cls", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,13 @@ class SlideEncoderConfig:
             ``"detached"`` has no gradient through the weights that mix the branches, as in
             torchscale.
         tile_size: side of a tile in units of the coordinates; GigaPath's are pixels, 256 per tile.
-        norm_eps: epsilon of the layer norms.
+        grid_positions: whether the embedded position of a tile is that of a cell of a grid of whole
+            tiles, second coordinate first, as in Prov-GigaPath. Default False: its exact place.
+        pooling: what is the vector of a slide: ``"cls"``, the default, its class token, or
+            ``"mean"``, the mean of its tiles (``global_pool`` of Prov-GigaPath).
+        pooled_norm_eps: epsilon of one more layer norm, of the vector of the slide, as
+            Prov-GigaPath has it, with 1e-6. None, the default: there is none.
+        norm_eps: epsilon of the other layer norms.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -121,6 +130,9 @@ class SlideEncoderConfig:
     patterns: Sequence[DilatedPattern] | None = None  # kept as a tuple
     branch_gradients: BranchGradients = "exact"
     tile_size: float = 256.0
+    grid_positions: bool = False
+    pooling: Pooling = "cls"
+    pooled_norm_eps: float | None = None
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -129,6 +141,9 @@ class SlideEncoderConfig:
         if self.embed_dim % 4:
             raise ValueError(f"embed_dim must be a multiple of 4; got {self.embed_dim}")
         check_positive_float("tile_size", self.tile_size)
+        check_choice("pooling", self.pooling, get_args(Pooling))
+        if self.pooled_norm_eps is not None:
+            check_positive_float("pooled_norm_eps", self.pooled_norm_eps)
         check_options(branch_gradients=self.branch_gradients)
 
     @property

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from ..documents import Integers, ints_or_tensor
+from ..documents import Integers
 from ..exchange import Group, one_group, place_in
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
-from ..options import Schedule, check_options
+from ..options import Schedule
 from ..parallel import fill, is_fully_sharded
 from ..pattern import DilatedPattern
 from ..tiles import Backend
-from ..torch_op import agreed, telling_ranks
+from ..torch_op import agreed, sum_over_ranks, telling_ranks
 from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig, block_patterns
+from .gigapath import gigapath_fields, gigapath_key, gigapath_state, weights_of
 from .modules import (
     IN_CHUNKS,
     LayerNorm,
@@ -31,7 +34,7 @@ from .modules import (
     refuse_sharded_apart,
     without_weights,
 )
-from .positions import checked_lengths
+from .slide_rows import Numbers, PackedRows, Rows, SlideRows, sizes_of_tiles
 from .spatial import sincos_positions
 
 
@@ -109,16 +112,21 @@ class EncoderBlock(Block):
 
 
 class Encoded(NamedTuple):
-    """What a rank gets of an encoded slide.
+    """What a rank gets of encoded slides.
 
     Attributes:
-        cls: of the class token, shape (batch, 1, embed_dim) on the rank that holds position 0,
-            (batch, 0, embed_dim) on the others.
+        cls: the vector of the slide, that of its class token or, with ``pooling="mean"``, the mean
+            of its tiles: shape (batch, 1, embed_dim) on the rank that holds position 0, (batch, 0,
+            embed_dim) on the others. Of packed slides (own_slides, embed_dim): one row for each
+            class token that this rank holds, by slide; on one process (slides, embed_dim).
         tiles: of its tiles, shape (batch, local_tiles, embed_dim).
+        layers: with ``all_layers=True`` the vectors of the slide before the first block and after
+            each, without the final norm: (num_layers + 1, ...) of what `cls` has. Else None.
     """
 
     cls: Tensor
     tiles: Tensor
+    layers: Tensor | None = None
 
 
 _register_namedtuple(Encoded, serialized_type_name=f"{__name__}.Encoded")  # for torch.export.save
@@ -129,14 +137,16 @@ class SlideEncoder(nn.Module):
 
     Features are projected, given a sine-cosine embedding of where the tile is, and go through
     `EncoderBlock`s and a final norm behind a class token: the shape of Prov-GigaPath's slide
-    encoder (Xu et al. 2024, Nature 630), to train your own. To run its published weights, shard
-    its own code: see `integrations.gigapath`. There is no dropout.
+    encoder (Xu et al. 2024, Nature 630), to train your own, or to run its published weights, which
+    `from_gigapath` reads. There is no dropout.
 
     The sequence has one position more than the slide has tiles: the class token is position 0, tile
     i is position i + 1. Each rank passes the tiles of its positions. The rank that holds position 0
-    (the first, in most layouts) therefore passes one tile less than it holds positions.
+    (the first, in most layouts) therefore passes one tile less than it holds positions. Of packed
+    slides each has its class token before its tiles: slide s begins at position documents[s] + s.
 
-    The embedding of a tile's coordinates is computed in float32, also in a float64 model.
+    The embedding of a tile's coordinates is computed in float32, also in a float64 model; with
+    `grid_positions` the latter computes it in float64 and rounds it, as Prov-GigaPath does.
     Under autocast the residual stream and the norms have autocast's dtype. With ``keep_attention``
     and `chunk_rows`, a rank holds for every block two tensors of the size of its residual stream
     and an lse.
@@ -179,7 +189,71 @@ class SlideEncoder(nn.Module):
                 for pattern in block_patterns(config)
             )
             self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+            eps = config.pooled_norm_eps
+            self.pooled_norm = None if eps is None else LayerNorm(config.embed_dim, eps=eps)
         self.reset_parameters()
+
+    @classmethod
+    def from_gigapath(
+        cls,
+        file: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        global_pool: bool = False,
+        max_wsi_size: int = 262_144,
+        tile_size: float = 256.0,
+        **options: Any,
+    ) -> SlideEncoder:
+        """Make the slide encoder of Prov-GigaPath with its weights, or with fine-tuned ones.
+
+        Its outputs are those of prov-gigapath's `LongNetViT` in eval mode: ``cls`` is the last, and
+        ``layers`` all that ``all_layer_embed=True`` gives. Neither gigapath, fairscale, timm nor
+        flash-attn are needed.
+
+        Args:
+            file: slide_encoder.pth as published, or a file of `torch.save` with the same keys,
+                behind a prefix, too, as in fine-tuned models; or the mapping that such a file
+                holds. Only tensors are read of it, no code (``weights_only``).
+            global_pool: as of prov-gigapath's `create_model`: whether the vector of a slide is the
+                mean of its tiles, and not its class token.
+            max_wsi_size: as of `create_model`: side of the largest slide in pixels, from which the
+                segment lengths follow. Default 262,144, for inference; prov-gigapath's fine-tuning
+                has 250,000.
+            tile_size: side of a tile in units of the coordinates, from which they follow, too.
+            options: keyword arguments of `SlideEncoder`, or fields of `SlideEncoderConfig`:
+                `num_heads`, say, which weights do not tell (16 by default), or `branch_gradients`
+                (``"detached"``, prov-gigapath's, by default).
+
+        Returns:
+            The encoder, on the CPU, in the dtype of the weights.
+
+        Raises:
+            TypeError: an option is unknown.
+            ValueError: the file holds no such encoder, or weights are missing.
+        """
+        state = gigapath_state(file)
+        fields = gigapath_fields(
+            state, global_pool=global_pool, max_wsi_size=max_wsi_size, tile_size=tile_size
+        )
+        known = SlideEncoderConfig.__dataclass_fields__
+        fields |= {name: options.pop(name) for name in list(options) if name in known}
+        with torch.device("meta"):
+            encoder = cls(SlideEncoderConfig(**fields), **options)
+        weights = weights_of(state, encoder.state_dict())
+        encoder.load_state_dict(weights, assign=True)
+        return encoder
+
+    def to_gigapath(self) -> dict[str, Tensor]:
+        """The weights by prov-gigapath's keys: ``torch.save({"model": ...})`` is its file.
+
+        Raises:
+            ValueError: prov-gigapath's code would compute something else with them, by `config`.
+        """
+        if self.pooled_norm is None or not self.config.grid_positions:
+            raise ValueError(
+                "to_gigapath needs a SlideEncoder made by from_gigapath, or with pooled_norm_eps "
+                "and grid_positions=True: prov-gigapath's code would compute something else"
+            )
+        return {gigapath_key(name): x for name, x in self.state_dict().items()}
 
     def reset_parameters(self) -> None:
         """Set the initial weights from torch's random state: see `EncoderBlock`."""
@@ -189,7 +263,9 @@ class SlideEncoder(nn.Module):
         for block in self.blocks:
             assert isinstance(block, EncoderBlock)
             block.reset_parameters()
-        self.norm.reset_parameters()
+        for norm in (self.norm, self.pooled_norm):
+            if norm is not None:
+                norm.reset_parameters()
 
     def forward(
         self,
@@ -197,6 +273,9 @@ class SlideEncoder(nn.Module):
         coordinates: Tensor,
         *,
         lengths: Integers | None = None,
+        documents: Integers | None = None,
+        tile_size: Numbers | None = None,
+        all_layers: bool = False,
         group: Group = None,
         mesh: Group = None,
         layout: SequenceLayout | None = None,
@@ -213,15 +292,23 @@ class SlideEncoder(nn.Module):
                 padded at their ends. Attention never sees padding, but projections and MLPs are
                 computed for it: pad with zeros, since values there that are NaN or overflow
                 make gradients of the weights NaN. None: all of them.
+            documents: borders of packed slides in tiles, (0, ..., tiles of all ranks), as
+                cu_seqlens: ints, or a 1-D int32 or int64 tensor. Each slide is encoded as it would
+                be alone; of a slide of no tiles there is the class token. The batch must be 1.
+                None: each row is one slide.
+            tile_size: side of a tile in units of the coordinates: one number, or one for each slide
+                (row of the batch); None: that of the config.
+            all_layers: whether to return the vectors of the slides of all layers.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
             layout: which positions each rank holds, of a sequence of one position more than there
-                are tiles; None means contiguous equal shards.
+                are tiles, or of one more for each packed slide. None means contiguous equal shards;
+                of packed slides `SequenceLayout.contiguous`.
 
         Returns:
-            Rows of the class token and of the tiles. Backward must run on every rank, so every
-            rank's loss must depend on them, also where there are no rows.
+            The vectors of the slides, and rows of the tiles. Backward must run on every rank, so
+            every rank's loss must depend on them, also where there are no rows.
 
         Raises:
             TypeError, ValueError: the arguments do not fit, on this rank or on another; and see
@@ -230,71 +317,103 @@ class SlideEncoder(nn.Module):
         group = one_group(group, mesh)
         if self.chunk_rows is not None:
             refuse_sharded_apart(self, ("embedding", "norm"), IN_CHUNKS)
-        coordinates, at, positions = self._agreed(features, coordinates, lengths, group, layout)
+        given = (features, coordinates, lengths, documents, tile_size, layout)
+        places, rows = self._agreed(group, *given)
         told = None if is_fully_sharded(self.embedding) else group  # ranks wait for its weights
-        hidden = telling_ranks(told, self._embed_all, features, coordinates, at)
+        hidden = telling_ranks(told, self._embed_all, features, places, rows)
         if MISCOUNTS_ROWS and torch.compiler.is_compiling():
             _sum_one_order_at_a_time()
+        pooled = [self._pool(hidden, rows)] if all_layers else []
         for block in self.blocks:
             hidden = block(
                 hidden,
                 checkpoint=self.checkpoint,
                 chunk_rows=self.chunk_rows,
-                lengths=positions,
                 group=group,
-                layout=layout,
+                **rows.of_attention,
             )
+            if all_layers:
+                pooled.append(self._pool(hidden, rows))
         hidden = map_rows(self.norm, hidden, rows=self.chunk_rows, modules=(self.norm,))
-        if at is None:
-            return Encoded(hidden[:, :0], hidden)
-        cls, after = hidden[:, at : at + 1], hidden[:, at + 1 :]
-        return Encoded(cls, torch.cat([hidden[:, :at], after], 1) if at else after)
+        pooled.append(self._pool(hidden, rows))
+        vectors = self._vectors(torch.stack(pooled), rows, group, hidden.dtype)
+        return Encoded(vectors[-1], rows.of_tiles(hidden), vectors[:-1] if all_layers else None)
 
-    def _embed_all(self, features: Tensor, coordinates: Tensor, at: int | None) -> Tensor:
-        """The rows of the tiles, and of the class token where this rank has it."""
+    def _pool(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Of each slide, (batch, ..., embed_dim): its class token if it is here, or a sum."""
+        if self.config.pooling == "cls":
+            return rows.of_cls(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return rows.sums(rows.of_tiles(hidden).to(wide))
+
+    def _vectors(self, pooled: Tensor, rows: Rows, group: Group, dtype: torch.dtype) -> Tensor:
+        """The vectors of the slides of each layer, of what was pooled on all ranks."""
+        if self.config.pooling == "mean":
+            if group is not None:
+                pooled = sum_over_ranks(pooled, "SlideEncoder", group)
+            pooled = rows.own_means(pooled).to(dtype)
+        return rows.by_slide(pooled if self.pooled_norm is None else self.pooled_norm(pooled))
+
+    def _embed_all(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
+        """The rows of the tiles, and of the class tokens that this rank has."""
         hidden = map_rows(
-            self._embed, features, coordinates, rows=self.chunk_rows, modules=(self.embedding,)
+            self._embed, features, places, rows=self.chunk_rows, modules=(self.embedding,)
         )
-        count = 0 if at is None else 1
         # On no rows where this rank has no class token, so that its parameter gets a gradient.
         # Selected: the gradient of a view of it would be a view of the gradient of all rows.
-        cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), count, -1)
-        return torch.cat([hidden[:, : at or 0], cls.to(hidden.dtype), hidden[:, at or 0 :]], 1)
+        cls = autocast_inputs(self.cls_token[0])[0].expand(len(hidden), rows.count, -1)
+        return rows.joined(hidden, cls.to(hidden.dtype))
 
-    def _embed(self, features: Tensor, coordinates: Tensor) -> Tensor:
-        embedded = self.embedding(features)
-        tiles = coordinates.to(torch.float64) / self.config.tile_size
-        position = sincos_positions(tiles, self.config.embed_dim).to(embedded.dtype)
-        return autocast_inputs(embedded + position)[0]
+    def _embed(self, features: Tensor, places: Tensor) -> Tensor:
+        embedded, width = self.embedding(features), self.config.embed_dim
+        if self.config.grid_positions:
+            places = places.floor().flip(-1)
+            wide = torch.promote_types(embedded.dtype, torch.float32)
+            position = sincos_positions(places, width, dtype=wide).float()
+        else:
+            position = sincos_positions(places, width)
+        return autocast_inputs(embedded + position.to(embedded.dtype))[0]
 
     def _agreed(
         self,
+        group: Group,
         features: Tensor,
         coordinates: Tensor,
         lengths: Integers | None,
-        group: Group,
+        documents: Integers | None,
+        tile_size: Numbers | None,
         layout: SequenceLayout | None,
-    ) -> tuple[Tensor, int | None, Integers | None]:
-        """The coordinates, the local row of the class token if it is here, positions of each slide.
+    ) -> tuple[Tensor, Rows]:
+        """The places of the tiles, in tiles, and the rows of this rank.
 
         If any rank's arguments do not fit, an error on every rank: one that raised alone would
         leave the others waiting for it in the first attention.
         """
-        at, failure = None, None
-        positions: Integers | None = None
+        rows: Rows | None = None
+        places, failure = None, None
         rank, world_size = place_in(group)
         try:
             self._check_shapes(features, coordinates)
-            at = _row_of_cls(features.shape[1], rank, world_size, layout)
-            local = features.shape[1] + (0 if at is None else 1)
-            total = local * world_size if layout is None else layout.length
-            positions = _positions(lengths, len(features), total - 1)
+            slides = len(features)
+            if documents is None:
+                rows = SlideRows.of(features, lengths, rank, world_size, layout)
+            else:
+                rows = PackedRows.of(features, documents, rank, world_size, layout)
+                slides = len(documents) - 1
+            if lengths is not None and (documents is not None or self.config.pooling == "mean"):
+                raise ValueError(
+                    "lengths, of slides that are padded, are neither for packed slides nor for "
+                    "pooling='mean': pack the slides without padding, and give documents alone"
+                )
+            sizes = sizes_of_tiles(tile_size, self.config.tile_size, slides, features.device)
+            places = coordinates.to(torch.float64) / rows.by_tile(sizes)
         except Exception as error:  # whatever it is, the other ranks are to be told
             failure = error
         # What else must be equal on all ranks, the first attention compares.
         device = features.device if isinstance(features, Tensor) else torch.device("cpu")
-        coordinates = agreed(coordinates, "SlideEncoder", group, failure, device)
-        return coordinates, at, positions
+        places = agreed(places, "SlideEncoder", group, failure, device)
+        assert rows is not None
+        return places, rows
 
     def _check_shapes(self, features: Tensor, coordinates: Tensor) -> None:
         check_rows("features", features, self.config.in_dim, "(batch, local_tiles, ")
@@ -311,36 +430,6 @@ class SlideEncoder(nn.Module):
                 "features and coordinates must have the same batch and tiles; got shapes "
                 f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
             )
-
-
-def _positions(lengths: Integers | None, batch: int, most: int) -> Integers | None:
-    """Positions of each slide, the class token's included: slides have `most` tiles at most."""
-    known, tiles = ints_or_tensor("lengths", lengths)
-    if tiles is not None:  # not known while torch.compile traces: attention refuses a negative one
-        return torch.where(tiles < 0, tiles, tiles + 1)
-    if known is None:
-        return None
-    return [count + 1 for count in checked_lengths(known, batch, 0, most)]
-
-
-def _row_of_cls(
-    tiles: int, rank: int, world_size: int, layout: SequenceLayout | None
-) -> int | None:
-    """The local row of position 0; None where another rank holds it."""
-    if layout is None:
-        return None if rank else 0
-    check_options(layout=layout)
-    layout.check_ranks(world_size)
-    first = layout.pieces[0]
-    own = first.rank == rank
-    # Not `- own`: torch 2.11 cannot compile a changing length minus a bool.
-    expected = layout.local_length(rank) - (1 if own else 0)
-    if tiles != expected:
-        raise ValueError(
-            f"the layout gives this rank {expected} tiles{' beside the class token' * own}; got "
-            f"{tiles}. It must have one position more than the slide has tiles, for the class token"
-        )
-    return first.local if own else None
 
 
 MISCOUNTS_ROWS = "2.10" <= torch.__version__ < "2.12"  # as versions compare, not as text

@@ -3,7 +3,8 @@
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
 importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
 a module was given) and `GELU_NORM`. `validate_tensors` and `check_padding_mask` refuse arguments;
-`tell_ranks` and `telling_ranks` raise a failure on the way to attention on every rank.
+`tell_ranks` and `telling_ranks` raise a failure on the way to attention on every rank, and
+`sum_over_ranks` adds what is small.
 `apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
@@ -14,6 +15,7 @@ from .agreed import (
     check_padding_mask,
     lengths_of_mask,
     padding,
+    sum_over_ranks,
     tell_ranks,
     telling_ranks,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "once_differentiable",
     "padding",
     "refuse_tangents",
+    "sum_over_ranks",
     "tell_ranks",
     "telling_ranks",
     "validate_sink",

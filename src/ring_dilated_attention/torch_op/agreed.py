@@ -13,9 +13,12 @@ from ..exchange import (
     Exchange,
     Group,
     agree,
+    all_gather,
     exchange_named,
     group_name,
     refuse_capture,
+    resolve_exchange,
+    settle,
     together,
     untraced,
 )
@@ -102,6 +105,44 @@ def agreed(
         tensor = AGREED(tensor, name, group_name(group))
     assert tensor is not None
     return tensor
+
+
+@untraced
+def sum_over_ranks(part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
+    """The sum over ranks, with the same bits on every rank; its gradient is the sum of theirs.
+
+    Args:
+        part: this rank's, the same shape on every rank.
+        name: of the module that was called, for messages.
+        group: the ranks; or this rank's end of it.
+    """
+    total: torch.Tensor = _SumOverRanks.apply(part, name, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
+        ctx.of = name, resolve_exchange(group)
+        total, ctx.number = _total(part, *ctx.of, "forward")
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _total(gradient, *ctx.of, "backward", ctx.number)[0], None, None
+
+
+def _total(
+    part: torch.Tensor, name: str, ends: Exchange, direction: str, number: int = 0
+) -> tuple[torch.Tensor, int]:
+    """The sum, and the number of the call."""
+    with ends.calls.enter(name, direction, number) as scope:
+        settle(scope, ends, part.device)
+        total, *others = all_gather(ends, part)  # added in the order of ranks
+    for other in others:
+        total += other
+    return total, scope.call.number
 
 
 # --- Padding masks

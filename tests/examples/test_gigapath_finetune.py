@@ -71,7 +71,7 @@ def test_gradients_that_are_not_averaged_are_an_error(folder):
     text = SCRIPT.read_text()
     broken = folder / "broken.py"
     broken.write_text(text.replace("if group is not None:", "if False:", 1))
-    options = ("--compare", "--epochs=2", "--lr=3e-3", "--global-pool")
+    options = ("--compare", "--epochs=2", "--lr=1e-2", "--global-pool")
     found = done(folder, broken, *options, ranks=2)
     assert found.returncode == 1
     assert "have the same parameters" in found.stderr

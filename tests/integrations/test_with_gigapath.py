@@ -318,8 +318,7 @@ def test_copies_state_dicts_and_one_process_again():
         shard_slide_encoder(own, group=ends)
         assert list(own.state_dict()) == names
         twin = copy.deepcopy(own)
-        nn.init.zeros_(own.patch_embed.weight if hasattr(own.patch_embed, "weight")
-                       else own.patch_embed.proj.weight)  # fmt: skip
+        nn.init.zeros_(own.patch_embed.proj.weight)
         assert twin.encoder is not own.encoder
         out = twin(*slide(40))[0]
         assert shard_slide_encoder(twin) == 2

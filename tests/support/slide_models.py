@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,16 +34,20 @@ class Layer(nn.Module):
         super().__init__()
         self.is_moe_layer = False
         self.self_attn = theirs(WIDTH, 4, args=args)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.ffn = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+        self.self_attn_layer_norm = nn.LayerNorm(WIDTH)
+        self.final_layer_norm = nn.LayerNorm(WIDTH)
+        self.ffn = nn.Module()
+        self.ffn.fc1, self.ffn.fc2 = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.ffn.ffn_layernorm = nn.LayerNorm(48)
         self.drop = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x, encoder_padding_mask):
-        y = self.norms[0](x)
+        y = self.self_attn_layer_norm(x)
         y, _ = self.self_attn(query=y, key=y, value=y, key_padding_mask=encoder_padding_mask)
         x = x + self.drop_path(self.drop(y))
-        return x + self.drop_path(self.drop(self.ffn(self.norms[1](x))))
+        y = _float64_ffn(self.ffn, self.final_layer_norm(x))
+        return x + self.drop_path(self.drop(y))
 
 
 class Encoder(nn.Module):
@@ -86,16 +91,17 @@ class LongNetViT(nn.Module):
     ):
         super().__init__()
         self.tile_size, self.global_pool = 256, global_pool
-        self.patch_embed = nn.Linear(in_chans, WIDTH)
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Linear(in_chans, WIDTH)
         self.cls_token = nn.Parameter(torch.empty(1, 1, WIDTH))
         self.pos_embed: torch.Tensor
-        self.register_buffer("pos_embed", torch.empty(1, GRID**2 + 1, WIDTH), persistent=False)
+        self.register_buffer("pos_embed", table_of_positions(), persistent=False)
         self.encoder = Encoder(2, dropout, drop_path_rate, args)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
 
     def forward(self, x, coords, all_layer_embed=False):
         row, column = (coords // self.tile_size).long().unbind(-1)
-        x = self.patch_embed(x) + self.pos_embed[0, row * GRID + column + 1]
+        x = self.patch_embed.proj(x) + self.pos_embed[0, row * GRID + column + 1]
         first = (self.cls_token + self.pos_embed[:, :1]).expand(len(x), -1, -1)
         x = torch.cat([first, x], 1)
         if all_layer_embed:
@@ -129,12 +135,22 @@ class LongViTForTCGAClassification(nn.Module):
         return self.head(self.model(image).mean(1))
 
 
+def table_of_positions():
+    """Sines and cosines of the cells of a grid, in float32: nothing for the class token."""
+    rates = 10_000.0 ** (-np.arange(WIDTH // 4) / (WIDTH // 4))
+    angles = np.arange(GRID)[:, None] * rates
+    axis = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+    second, first = np.tile(axis, (GRID, 1)), np.repeat(axis, GRID, 0)
+    table = np.concatenate([np.zeros((1, WIDTH)), np.concatenate([second, first], 1)])
+    return torch.from_numpy(table).float()[None]
+
+
 def initialized(model, seed=0):
     """The model in float64, all of its parameters random."""
     generator = torch.Generator().manual_seed(seed)
     model.double()
     with torch.no_grad():
-        for each in (*model.parameters(), *model.buffers()):
+        for each in model.parameters():
             each.copy_(torch.randn(each.shape, generator=generator, dtype=torch.float64) * 0.3)
     return model
 
@@ -156,15 +172,14 @@ def gigapath(**options):
     """A LongNetViT of random weights in float64: prov-gigapath's own where GIGAPATH names it."""
     if "GIGAPATH" not in os.environ:
         return initialized(LongNetViT(**options))
-    import numpy as np
-
     sys.path.insert(0, os.environ["GIGAPATH"])
     with np.printoptions(legacy="1.25"):  # it evaluates the text of a list of numpy's integers
         from gigapath.slide_encoder import LongNetViT as Theirs
         from torchscale.component import multihead_attention
 
         options = {"dropout": 0.0, "drop_path_rate": 0.0, **options}
-        model: Any = Theirs(FEATURES, 256, 12, GRID, **options)
+        norm = partial(nn.LayerNorm, eps=1e-6)  # as their registered models have
+        model: Any = Theirs(FEATURES, 256, 12, GRID, norm_layer=norm, **options)
     multihead_attention.flash_attn_func = _softmax
     model.encoder.layers = model.encoder.layers[:2]  # there is no configuration of two
     for layer in model.encoder.layers:  # whose GELU is in float32 otherwise

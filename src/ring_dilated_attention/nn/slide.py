@@ -121,12 +121,12 @@ class Encoded(NamedTuple):
             class token that this rank holds, by slide; on one process (slides, embed_dim).
         tiles: of its tiles, shape (batch, local_tiles, embed_dim).
         layers: with ``all_layers=True`` the vectors of the slide before the first block and after
-            each, without the final norm: (num_layers + 1, ...) of what `cls` has. Else None.
+            each, without the final norm: (num_layers + 1, ...), as `cls` behind it. Else (0, ...).
     """
 
     cls: Tensor
     tiles: Tensor
-    layers: Tensor | None = None
+    layers: Tensor
 
 
 _register_namedtuple(Encoded, serialized_type_name=f"{__name__}.Encoded")  # for torch.export.save
@@ -337,7 +337,7 @@ class SlideEncoder(nn.Module):
         hidden = map_rows(self.norm, hidden, rows=self.chunk_rows, modules=(self.norm,))
         pooled.append(self._pool(hidden, rows))
         vectors = self._vectors(torch.stack(pooled), rows, group, hidden.dtype)
-        return Encoded(vectors[-1], rows.of_tiles(hidden), vectors[:-1] if all_layers else None)
+        return Encoded(vectors[-1], rows.of_tiles(hidden), vectors[:-1])
 
     def _pool(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Of each slide, (batch, ..., embed_dim): its class token if it is here, or a sum."""

@@ -99,7 +99,7 @@ class Classifier(nn.Module):
         encoded = self.encoder(
             pack.features, pack.coordinates, documents=pack.documents, tile_size=pack.tile_size
         )
-        return self.head(encoded.cls).float()
+        return self.head(encoded.cls)
 
 
 # --8<-- [end:model]
@@ -149,21 +149,20 @@ class Trainer:
         counts = Counter(self.label.values())
         weights = [len(train) / (len(counts) * counts[c]) if counts[c] else 0.0
                    for c in range(model.head.out_features)]  # fmt: skip
-        self.weights = torch.tensor(weights, device=machine.device)
+        self.weights = torch.tensor(weights).to(model.head.weight)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
 
     # --8<-- [start:step]
     def gradients(self, packs: list[PackedSlides], slides: list[str]) -> float:
         """Add the gradients of the loss of some slides, of which this rank has packs."""
         total = sum(self.weights[self.label[name]] for name in slides)
-        loss = torch.zeros((), device=self.machine.device)
+        loss = self.weights.new_zeros(())
         for pack in packs:
             labels = torch.tensor([self.label[name] for name in pack.names])
             with self.machine.autocast():
                 logits = self.model(pack.to(self.machine.device, non_blocking=True))
-            each = F.cross_entropy(
-                logits, labels.to(logits.device), self.weights.to(logits), reduction="sum"
-            )
+            logits, labels = logits.to(self.weights), labels.to(logits.device)
+            each = F.cross_entropy(logits, labels, self.weights, reduction="sum")
             (each / total).backward()
             loss += each.detach() / total
         if self.machine.ranks > 1:
@@ -215,7 +214,7 @@ class Trainer:
             for pack in packs:
                 with self.machine.autocast():
                     logits = self.model(pack.to(self.machine.device, non_blocking=True))
-                found |= dict(zip(pack.names, logits.softmax(1).cpu(), strict=True))
+                found |= dict(zip(pack.names, logits.float().softmax(1).cpu(), strict=True))
         if self.machine.ranks > 1:
             shares = [None] * self.machine.ranks
             dist.all_gather_object(shares, found)

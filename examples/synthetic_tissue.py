@@ -5,9 +5,10 @@
         --weights demo/slide_encoder.pth --lr 1e-3 --out demo/tuned
     rda slides demo/slides --weights demo/tuned/fold0.pth --out demo/embeddings --heatmap demo/maps
 
-Every slide is a strip of tissue with a small region of marked tiles at each end, each of one of two
-kinds. The label is 1 if both are of one kind, so one region alone says nothing. Everything is laid
-out as TRIDENT and Prov-GigaPath do it. The encoder has random weights, 2 layers and width 128.
+Every slide is a strip of tissue with a small region of marked tiles at each end, of tumour (1) or
+of something like it (0). The label is 1 if both ends have tumour; otherwise one of them has, so by
+one region alone nobody gets an AUC above 0.75. Files are as TRIDENT's and Prov-GigaPath's. The
+encoder has random weights, 2 layers and width 128.
 """
 
 import argparse
@@ -43,16 +44,16 @@ def main() -> None:
     """Write the slides, their labels and the encoder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--slides", type=int, default=240)
+    parser.add_argument("--slides", type=int, default=160)
     parser.add_argument("--strength", type=float, default=4.0, help="of the marks; the noise has 1")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     (args.folder / "slides").mkdir(parents=True, exist_ok=True)
     rows = [("slide_id", "label")]
     for number in range(args.slides):
-        kinds = number % 2, number // 2 % 2
+        kinds = ((1, 1), (0, 1), (1, 1), (1, 0))[number % 4]
         features, coordinates = tissue(rng, kinds, args.strength)
-        rows.append((f"slide{number:03d}", int(kinds[0] == kinds[1])))
+        rows.append((f"slide{number:03d}", min(kinds)))
         with h5py.File(args.folder / "slides" / f"{rows[-1][0]}.h5", "w") as file:
             file["features"], file["coords"] = features, coordinates
             file["coords"].attrs.update(

@@ -95,7 +95,7 @@ def slides(
     if layer is not None and layer > layers:
         raise ValueError(f"--layer must be from 0 to {layers}, the layers of {weights}; got {layer}")
     what = f"{weights.name} of {weights.stat().st_size:,} bytes, {pool}, layer {layer or layers}"
-    results = _Results(out, heatmap, what)
+    results = Results(out, heatmap, what)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]
     todo = [path for path in dealt if not results.has(path.stem)]
@@ -126,7 +126,7 @@ def slides(
             progress.update(bar, advance=done, rate=f"{rate:.1f} slides/s")
     seconds = time.perf_counter() - start
     if len(magnifications) > 1:
-        kinds = ", ".join(f"{n} at {x or 'an unknown'}x" for x, n in magnifications.most_common())
+        kinds = ", ".join(f"{n} at {f'{x:g}x' if x else 'an unknown one'}" for x, n in magnifications.most_common())
         console.print(f"note: tiles have different magnifications: {kinds}")
     failed, written = _of_all_ranks(ranks, failed, sum(magnifications.values()))
     there = len(files) - failed - written
@@ -216,7 +216,7 @@ def _arrived(
 
 
 @dataclass(frozen=True)
-class _Results:
+class Results:
     """A file for each slide, written under another name first: one that is there is whole.
 
     Attributes:

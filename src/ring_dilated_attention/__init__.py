@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .checks import Case, reference_attention, simulate
     from .decode import DilatedKVCache, cached_attention, replicated_query_attention
     from .exchange import ExchangeError, ProcessGroupExchange, SoloExchange
-    from .functional import detached_dilated_attention, dilated_attention
+    from .functional import attention_received, detached_dilated_attention, dilated_attention
     from .layout import SequenceLayout
     from .nn import hilbert_order, keep_attention
     from .options import AttentionOptions
@@ -37,6 +37,7 @@ __all__ = [
     "SequenceLayout",
     "SoloExchange",
     "Window",
+    "attention_received",
     "cached_attention",
     "check_same_batch",
     "detached_dilated_attention",
@@ -58,7 +59,7 @@ _FROM = {
         "checks": ("Case", "reference_attention", "simulate"),
         "decode": ("DilatedKVCache", "cached_attention", "replicated_query_attention"),
         "exchange": ("ExchangeError", "ProcessGroupExchange", "SoloExchange"),
-        "functional": ("detached_dilated_attention", "dilated_attention"),
+        "functional": ("attention_received", "detached_dilated_attention", "dilated_attention"),
         "layout": ("SequenceLayout",),
         "nn": ("hilbert_order", "keep_attention"),
         "options": ("AttentionOptions",),

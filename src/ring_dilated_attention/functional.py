@@ -1,4 +1,4 @@
-"""`dilated_attention`: validate, then call the operator.
+"""`dilated_attention` and `attention_received`: validate, then call the operator.
 
 All of it is plain enough for torch.compile to trace with ``fullgraph=True`` and dynamic lengths:
 what is cached, looked up or shared with other ranks happens when the operator runs.
@@ -24,11 +24,13 @@ from .options import (
     read_options,
 )
 from .parallel import Placed, group_of_dtensors, is_dtensor
-from .pattern import DilatedPattern
+from .pattern import DilatedPattern, in_brief
 from .resolve import FlatOptions, flat_options
+from .tiles import accumulate_dtype
 from .torch_op import (
     FORWARD,
     LENGTHS,
+    RECEIVED,
     check_padding_mask,
     tell_ranks,
     validate_sink,
@@ -169,40 +171,184 @@ def dilated_attention(
         check_options(pattern=pattern, return_lse=return_lse)
         given = read_options(name, options, fields)
         validate_tensors(query, key, value)
-        if given.layout is None and query.shape[1] == 0:
-            raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
         if sink is not None:
             detached = given.branch_gradients == "detached" and pattern.mixes_branches
             validate_sink(sink, query, detached=detached)
-        # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
-        known_documents, traced_documents = ints_or_tensor("documents", documents)
-        known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
-        flat = flat_options(
-            pattern,
-            given,
-            key.shape[2],
-            documents=known_documents,
-            lengths=known_lengths,
-            needs_gradients=torch.is_grad_enabled()
-            and any(x.requires_grad for x in (query, key, value, sink) if x is not None),
+        packed = documents, lengths, key_padding_mask
+        flat, *traced = _in_plain_types(query, key, pattern, given, *packed)
+        gradients = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, key, value, sink) if x is not None
         )
-        if key_padding_mask is not None:
-            if lengths is not None:
-                raise ValueError("pass lengths or key_padding_mask, not both")
-            check_padding_mask(key_padding_mask, query.shape[0], query.shape[1], query.device)
+        flat = flat._replace(needs_gradients=gradients)
     except Exception as failure:
         tell_ranks(failure, group, query)
         raise
     if key_padding_mask is not None:
-        traced_lengths = LENGTHS(key_padding_mask, flat.layout, flat.group)
-        if not torch.compiler.is_compiling():  # FLOP counters see lengths that are known
-            flat, traced_lengths = flat._replace(lengths=traced_lengths.tolist()), None
-    if flat.exchange == "auto" and flat.group:
-        traced = traced_lengths is not None or traced_documents is not None
-        if traced or not _are_known(query.shape, flat):
-            flat = flat._replace(exchange=ROWS)
-    out, lse, *_ = FORWARD(query, key, value, sink, traced_lengths, traced_documents, *flat)
+        flat, traced[0] = _with_mask(flat, key_padding_mask)
+    is_traced = any(x is not None for x in traced)
+    if flat.exchange == "auto" and flat.group and (is_traced or not _are_known(query.shape, flat)):
+        flat = flat._replace(exchange=ROWS)
+    out, lse, *_ = FORWARD(query, key, value, sink, *traced, *flat)
     return (out, lse) if return_lse else out
+
+
+def attention_received(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,
+    pattern: DilatedPattern,
+    options: AttentionOptions | None = None,
+    *,
+    queries: torch.Tensor | None = None,
+    documents: Integers | None = None,
+    lengths: Integers | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    **fields: Unpack[OptionFields],
+) -> torch.Tensor:
+    """The attention that each key receives: softmax weights of `dilated_attention`, summed up.
+
+    Key j receives ``sum_i queries[i] P[i, j]``, where ``P[i, j] = exp(scale q_i k_j - lse_i)``
+    counts once for each branch that shows query i the key j. P is never formed: memory is O(n), and
+    the time that of one backward, for as many sets of queries as a head is wide. Every rank of the
+    group makes the same call with its own shard. There is no gradient.
+
+    Without `queries` the sum over all keys is the number of queries that see any, less what zero
+    keys and sinks take.
+
+    Args:
+        query: as of the call of `dilated_attention`.
+        key: as of the call of `dilated_attention`.
+        lse: (batch, heads, local_sequence), as that call returned it with ``return_lse=True``, in
+            which a sink is counted.
+        pattern: which keys each head sees.
+        options: those of that call; None: the defaults.
+        queries: a weight for each query, (batch, local_sequence), or (sets, batch, local_sequence)
+            for several sums; floating, rounded to the dtype of `query`. 1 at the class token and 0
+            elsewhere gives its row of P. None: 1 for every query.
+        documents: as of that call.
+        lengths: as of that call. Padding gives and receives nothing.
+        key_padding_mask: as of that call.
+        fields: fields of `AttentionOptions` by name, in place of those of `options`. Ranks exchange
+            rows by ring or gather, also where that call exchanged heads.
+
+    Returns:
+        (batch, heads, local_sequence), for each query head, at the positions of the keys; with sets
+        (sets, batch, heads, local_sequence). float32, float64 for float64 inputs. Of bfloat16 or
+        float16 inputs, weights and the sums of a tile are rounded to these: 1% or 0.1% at most.
+
+    Raises:
+        TypeError, ValueError, ExchangeError, RuntimeError: as `dilated_attention`; DTensors are
+            refused: pass the shards.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 100, 4, 16).unbind(0)
+        >>> pattern = DilatedPattern([16, None], [1, 4])
+        >>> out, lse = dilated_attention(query, key, value, pattern, return_lse=True)
+        >>> attention_received(query, key, lse, pattern).sum(2)
+        tensor([[100., 100., 100., 100.]])
+    """
+    name = "attention_received"
+    group = group_of_options(name, options, fields)
+    group_name(group)  # raises where there is nobody to tell
+    query, key = autocast_inputs(query, key)
+    try:
+        check_options(pattern=pattern)
+        given = read_options(name, options, fields)
+        validate_tensors(query, key, key)
+        weights = _checked_queries(query, lse, queries)
+        packed = documents, lengths, key_padding_mask
+        flat, *traced = _in_plain_types(query, key, pattern, given, *packed)
+    except Exception as failure:
+        tell_ranks(failure, group, query)
+        raise
+    if key_padding_mask is not None:
+        flat, traced[0] = _with_mask(flat, key_padding_mask)
+    by_rows = flat.exchange if flat.exchange in ("ring", "gather") else ROWS
+    flat = flat._replace(exchange=by_rows, detached=False)
+    found: torch.Tensor = RECEIVED(
+        query.detach(), key.detach(), lse.detach(), weights.detach(), *traced, *flat
+    )
+    return found[0] if queries is None or queries.dim() == 2 else found
+
+
+def _checked_queries(
+    query: torch.Tensor, lse: torch.Tensor, queries: torch.Tensor | None
+) -> torch.Tensor:
+    """The weights of queries, (sets, batch, local_sequence).
+
+    Raises:
+        ValueError: they do not fit the query, or lse does not.
+    """
+    batch, length, heads, _ = query.shape
+    rows = batch, length
+    as_lse = (batch, heads, length), accumulate_dtype(query.dtype), query.device
+    if not isinstance(lse, torch.Tensor) or (lse.shape, lse.dtype, lse.device) != as_lse:
+        raise ValueError(
+            "lse must be as dilated_attention(..., return_lse=True) returned it, shape {} in {} on "
+            "{}; got {}".format(*as_lse, _as_given(lse))
+        )
+    if queries is None:
+        return lse.new_ones(()).expand(1, *rows)
+    if not (
+        isinstance(queries, torch.Tensor)
+        and queries.is_floating_point()
+        and queries.device == query.device
+        and queries.dim() in (2, 3)
+        and queries.shape[-2:] == rows
+    ):
+        raise ValueError(
+            "queries must be a floating weight for each query, shape (batch, local_sequence) "
+            f"{rows} or (sets, batch, local_sequence), on {query.device}; got {_as_given(queries)}"
+        )
+    return queries if queries.dim() == 3 else queries[None]
+
+
+def _as_given(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return in_brief(tensor)
+    return f"shape {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
+
+
+def _in_plain_types(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    pattern: DilatedPattern,
+    options: AttentionOptions,
+    documents: Integers | None,
+    lengths: Integers | None,
+    mask: torch.Tensor | None,
+) -> tuple[FlatOptions, torch.Tensor | None, torch.Tensor | None]:
+    """What an operator takes of a call without gradients, and its lengths and documents if traced.
+
+    Raises:
+        TypeError, ValueError: the sequence is empty, or an argument does not fit.
+    """
+    if options.layout is None and query.shape[1] == 0:
+        raise ValueError(f"the sequence is empty: query has shape {tuple(query.shape)}")
+    # Numbers of a tensor that torch.compile traces are not known: the tensor is passed on.
+    known_documents, traced_documents = ints_or_tensor("documents", documents)
+    known_lengths, traced_lengths = ints_or_tensor("lengths", lengths)
+    flat = flat_options(
+        pattern,
+        options,
+        key.shape[2],
+        documents=known_documents,
+        lengths=known_lengths,
+        needs_gradients=False,
+    )
+    if mask is not None:
+        if lengths is not None:
+            raise ValueError("pass lengths or key_padding_mask, not both")
+        check_padding_mask(mask, query.shape[0], query.shape[1], query.device)
+    return flat, traced_lengths, traced_documents
+
+
+def _with_mask(flat: FlatOptions, mask: torch.Tensor) -> tuple[FlatOptions, torch.Tensor | None]:
+    """A call with the lengths that a padding mask stands for, and these if they are traced."""
+    lengths = LENGTHS(mask, flat.layout, flat.group)
+    if torch.compiler.is_compiling():
+        return flat, lengths
+    return flat._replace(lengths=lengths.tolist()), None  # FLOP counters see them
 
 
 def _are_known(shape: Sequence[int], flat: FlatOptions) -> bool:

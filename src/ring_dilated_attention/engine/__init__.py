@@ -10,7 +10,7 @@ from .accumulate import Accumulator, autocast_dtype, kernels_on, merge_, row_sum
 from .blocks import readable, readable_in_backward
 from .compute import BACKWARD_WORKSPACE, TileCall, merge_sink, merge_zero_keys
 from .device_tables import TABLES
-from .executor import RingCall, ring_backward, ring_forward
+from .executor import RingCall, ring_backward, ring_forward, ring_received
 from .heads import HeadExchange, Peers, rows_of_heads
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "readable_in_backward",
     "ring_backward",
     "ring_forward",
+    "ring_received",
     "row_sums",
     "rows_of_heads",
 ]

@@ -126,6 +126,22 @@ def ring_backward(
     return dquery, dkey, dvalue
 
 
+def ring_received(
+    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, call: RingCall
+) -> tuple[torch.Tensor]:
+    """The gradient P^T dout of this rank's values (B, n, K, D), in float32 or float64.
+
+    That of `ring_backward` for any value and out: the key and the query stand in for these, and the
+    other gradients mean nothing.
+    """
+    tensors = readable_in_backward(dout, query, key, key, query, call.backend)
+    dout, query, key, value, out = tensors
+    inputs, merged = Inputs(query, key, value), Merged(dout, out, lse.contiguous())
+    run = Backward(call, inputs, merged, wide=True)
+    run.all(backward=True)
+    return (run.totals.values,)
+
+
 def _branch_by_branch(
     dout: torch.Tensor, inputs: Inputs, lse: torch.Tensor, call: RingCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -270,23 +286,28 @@ class Forward(Run):
 class Backward(Run):
     """Backward of one rank: its gradients, and those of remote rows, returned to their owners.
 
+    With `wide` those of keys and values are summed up, and returned, in float32 or float64.
+
     Attributes:
         totals: gradients of query, key and value, perhaps in wider dtypes.
     """
 
-    def __init__(self, call: RingCall, inputs: Inputs, merged: Merged) -> None:
+    def __init__(
+        self, call: RingCall, inputs: Inputs, merged: Merged, *, wide: bool = False
+    ) -> None:
         super().__init__(call, inputs)
         self._merged, query = merged, inputs.query
         create = torch.empty if self.prepared.covers else torch.zeros
         heads_per_kv = self.tile_call.heads_per_kv
         additions, device = self.prepared.additions, query.device
         of_query, of_keys = (sum_dtype(query, additions * x) for x in (1, heads_per_kv))
+        of_keys = accumulate_dtype(query.dtype) if wide else of_keys
         dquery, dkey, dvalue = (
             create(x.shape, dtype=dtype, device=device)
             for x, dtype in zip(inputs, (of_query, of_keys, of_keys), strict=True)
         )
         self.totals = Gradients(dquery, dkey, dvalue)
-        wide = call.plan.plan.returns_wide
+        wide = wide or call.plan.plan.returns_wide
         self._returned_dtype = accumulate_dtype(query.dtype) if wide else query.dtype
         self._dslots: torch.Tensor | None = None
         self._returning: deque[_InFlight] = deque()

@@ -25,6 +25,7 @@ from .block import Block
 from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig, block_patterns
 from .gigapath import gigapath_fields, gigapath_key, gigapath_state, weights_of
+from .maps import AttentionMaps, MapRecorder
 from .modules import (
     IN_CHUNKS,
     LayerNorm,
@@ -276,10 +277,11 @@ class SlideEncoder(nn.Module):
         documents: Integers | None = None,
         tile_size: Numbers | None = None,
         all_layers: bool = False,
+        maps: bool = False,
         group: Group = None,
         mesh: Group = None,
         layout: SequenceLayout | None = None,
-    ) -> Encoded:
+    ) -> Encoded | tuple[Encoded, AttentionMaps]:
         """Encode the tiles that this rank holds, among those that all ranks hold.
 
         Args:
@@ -299,6 +301,9 @@ class SlideEncoder(nn.Module):
             tile_size: side of a tile in units of the coordinates: one number, or one for each slide
                 (row of the batch); None: that of the config.
             all_layers: whether to return the vectors of the slides of all layers.
+            maps: whether to return the attention maps of all layers, too: ``(Encoded,
+                AttentionMaps)``. Without gradients. Each layer takes about one backward of its
+                attention more, and until they are made, its query, key, value and lse are held.
             group: the ranks that share each slide: a ProcessGroup, a 1-D DeviceMesh, or None for
                 one process.
             mesh: another name for `group`, as DTensor APIs call it; pass only one of the two.
@@ -315,6 +320,8 @@ class SlideEncoder(nn.Module):
                 `dilated_attention`.
         """
         group = one_group(group, mesh)
+        if maps and torch.is_grad_enabled():
+            raise ValueError("maps have no gradients: call with maps=True under torch.no_grad()")
         if self.chunk_rows is not None:
             refuse_sharded_apart(self, ("embedding", "norm"), IN_CHUNKS)
         given = (features, coordinates, lengths, documents, tile_size, layout)
@@ -324,11 +331,13 @@ class SlideEncoder(nn.Module):
         if MISCOUNTS_ROWS and torch.compiler.is_compiling():
             _sum_one_order_at_a_time()
         pooled = [self._pool(hidden, rows)] if all_layers else []
+        recorder = MapRecorder(group=group, **rows.of_attention)
         for block in self.blocks:
             hidden = block(
                 hidden,
                 checkpoint=self.checkpoint,
                 chunk_rows=self.chunk_rows,
+                attend=partial(recorder.attend, block.attention) if maps else None,
                 group=group,
                 **rows.of_attention,
             )
@@ -337,7 +346,8 @@ class SlideEncoder(nn.Module):
         hidden = map_rows(self.norm, hidden, rows=self.chunk_rows, modules=(self.norm,))
         pooled.append(self._pool(hidden, rows))
         vectors = self._vectors(torch.stack(pooled), rows, group, hidden.dtype)
-        return Encoded(vectors[-1], rows.of_tiles(hidden), vectors[:-1])
+        encoded = Encoded(vectors[-1], rows.of_tiles(hidden), vectors[:-1])
+        return (encoded, recorder.maps(rows)) if maps else encoded
 
     def _pool(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Of each slide, (batch, ..., embed_dim): its class token if it is here, or a sum."""

@@ -1,11 +1,11 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
 `FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
-importing this room registers them, and `LENGTHS` (of a padding mask), `AGREED` (ranks agree on what
-a module was given) and `GELU_NORM`. `validate_tensors` and `check_padding_mask` refuse arguments;
-`tell_ranks` and `telling_ranks` raise a failure on the way to attention on every rank, and
-`sum_over_ranks` adds what is small.
-`apply_function`, `once_differentiable` and `refuse_tangents` serve any autograd function.
+importing this room registers them, and `RECEIVED` (what keys receive), `LENGTHS` (of a padding
+mask), `AGREED` (ranks agree on what a module was given) and `GELU_NORM`. `validate_tensors` and
+`check_padding_mask` refuse arguments; `tell_ranks` and `telling_ranks` raise a failure on the way
+to attention on every rank, and `sum_over_ranks` adds what is small. `apply_function`,
+`once_differentiable` and `refuse_tangents` serve any autograd function.
 """
 
 from .agreed import (
@@ -21,7 +21,14 @@ from .agreed import (
 )
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .gelu_norm import GELU_NORM, gelu_norm
-from .operator import BACKWARD, FORWARD, validate_sink, validate_tensor, validate_tensors
+from .operator import (
+    BACKWARD,
+    FORWARD,
+    RECEIVED,
+    validate_sink,
+    validate_tensor,
+    validate_tensors,
+)
 
 __all__ = [
     "AGREED",
@@ -29,6 +36,7 @@ __all__ = [
     "FORWARD",
     "GELU_NORM",
     "LENGTHS",
+    "RECEIVED",
     "agreed",
     "apply_function",
     "check_padding_mask",

@@ -27,6 +27,7 @@ from ..engine import (
     merge_sink,
     ring_backward,
     ring_forward,
+    ring_received,
     row_sums,
     rows_of_heads,
 )
@@ -154,6 +155,16 @@ BACKWARD = define(
 depends on it. dsink is this rank's share: the gradient is the sum over the ranks; (0,) without a
 sink. After an all-to-all by heads, query, key, value, out and lse are those of this rank's heads,
 and dsink is 0 but for these."""
+
+
+RECEIVED = define(
+    _library,
+    "received(Tensor query, Tensor key, Tensor lse, Tensor weights, Tensor? measured, "
+    f"Tensor? borders, {_OPTIONS}) -> Tensor",
+)
+"""(query, key, lse, weights, measured, borders, *options) -> sums over the queries of softmax
+weights times `weights`, (sets, batch, heads, local_sequence), in the dtype of lse. weights (sets,
+batch, local_sequence), of any floating dtype; the others as of `FORWARD`, and its lse."""
 
 
 class RingDilatedAttention(torch.autograd.Function):
@@ -388,6 +399,50 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _F
             found = [x[..., :head_dim].contiguous() for x in found]
         dquery, dkey, dvalue = found
         return dquery, dkey, dvalue, dsink
+
+
+def _received(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor,
+    *options: Any,
+) -> torch.Tensor:
+    """P^T w is the gradient of value where w is that of out: a column of these for each w.
+
+    Query heads of a KV head, whose gradients add up, have columns of their own. Where all of them
+    are more columns than a head has, backward runs several times.
+    """
+    named, name = _options(*options), "attention_received"
+    ends = exchange_named(named.group)
+    refuse_capture(name, ends, query.device)
+    batch, length, heads, head_dim = query.shape
+    shape = batch, length, key.shape[2], heads // key.shape[2]  # KV heads, and members of each
+    columns = [(member, w) for member in range(shape[3]) for w in range(len(weights))]
+    with ends.calls.enter(name, "forward") as scope:
+        with together(scope, ends, query.device, later=True) as agreed:
+            resolved = resolve(named, query, ends)
+            if resolved.shared is not None:
+                agreed.on({**resolved.shared.words, "sets of queries": len(weights)})
+        found = lse.new_empty(len(weights), *shape)
+        for start in range(0, len(columns), head_dim):
+            some = columns[start : start + head_dim]
+            dout = query.new_zeros(*shape, head_dim)
+            for column, (member, w) in enumerate(some):
+                dout[:, :, :, member, column] = weights[w][:, :, None]
+            tensors = dout.flatten(2, 3), query, key, lse
+            (dvalue,) = _by_rows(ring_received, tensors, named, ends, resolved)
+            for column, (member, w) in enumerate(some):
+                found[w, :, :, :, member] = dvalue[..., column]
+        return found.flatten(3).transpose(2, 3).contiguous()
+
+
+def _fake_received(query: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    lse, weights = inputs[1:3]
+    return lse.new_empty(len(weights), *lse.shape)
+
+
+implement(_library, RECEIVED, _received, _fake_received)
 
 
 def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:

@@ -77,8 +77,8 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
 
     write = slides.Results.write
 
-    def killed(self, pack, vectors):
-        write(self, pack, vectors)
+    def killed(self, *pack):
+        write(self, *pack)
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
@@ -97,6 +97,30 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
     assert done.exit_code == 2
     assert "a.h5 is from weights.pth of" in done.stderr
     assert "mean, layer 2: give another --out" in done.stderr
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_heat_maps_show_the_attention_of_each_tile(pool, cohort):
+    assert rda(*given(cohort, f"--pool={pool}")).exit_code == 0
+    maps = cohort / "maps"
+    done = rda(*given(cohort, f"--pool={pool}", f"--heatmap={maps}"))  # though all are embedded
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("5 slides in ")
+    assert sorted(path.name for path in maps.iterdir()) == [
+        f"{name}.{ending}" for name in SIZES for ending in ("csv", "png")
+    ]
+    encoder = SlideEncoder.from_gigapath(cohort / "weights.pth", global_pool=pool == "mean")
+    for name in SIZES:
+        with h5py.File(cohort / "slides" / f"{name}.h5") as file:
+            features, coords = (torch.tensor(file[x][:]) for x in ("features", "coords"))
+        with torch.no_grad():
+            _, seen = encoder(features[None].float(), coords[None], tile_size=512, maps=True)
+        expected = seen.rollout[0] if pool == "cls" else seen.received[:, 0].mean((0, 1))
+        with (maps / f"{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [(int(row["x"]), int(row["y"])) for row in rows] == [*map(tuple, coords.tolist())]
+        found = torch.tensor([float(row["attention"]) for row in rows])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_files_that_cannot_be_used_are_a_line_each(cohort):

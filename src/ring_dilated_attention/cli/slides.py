@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..integrations.slide_files import SlideFileError
-    from ..nn import SlideEncoder
+    from ..nn import AttentionMaps, SlideEncoder
     from ..nn.slides import PackedSlides
 
 _MOST_WORKERS = 8
@@ -37,8 +37,8 @@ _OutFolder = Annotated[Path, option(
     "--out", "Folder for NAME.h5 of each slide, with its features and coords, as TRIDENT's "
     "slide_features_gigapath. Slides that are there are skipped.", Path, "DIR")]
 _Heatmap = Annotated[Path | None, option(
-    "--heatmap", "Folder for NAME.png and NAME.csv of each slide: the attention that its tiles "
-    "receive from the class token, through all layers.", Path, "DIR")]
+    "--heatmap", "Folder for NAME.png and NAME.csv of each slide: attention to its tiles, of the "
+    "class token through all layers (rollout), or with --pool mean of all tiles.", Path, "DIR")]
 _Pool = Annotated[Literal["cls", "mean"], option(
     "--pool", "The class token, or the mean of the tiles (global_pool).", kind="NAME")]
 _Layer = Annotated[int | None, option(
@@ -89,6 +89,8 @@ def slides(
     on = torch.device(common.resolve_device(device))
     if on.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if ranks > 1:  # whoever has done its share waits for the others, however long they take
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
     files = slide_files(folder)
     encoder = SlideEncoder.from_gigapath(weights, global_pool=pool == "mean").to(on).eval()
     layers = encoder.config.num_layers
@@ -113,7 +115,7 @@ def slides(
     failed, start, magnifications = 0, time.perf_counter(), Counter[float | None]()
     with _progress(console, shown=rank == 0) as progress:
         bar = progress.add_task("slides", total=len(todo), rate="")
-        for each in _encoded(encoder, packs, on, layer):
+        for each in _encoded(encoder, packs, on, layer, maps=heatmap is not None):
             if isinstance(each, SlideFileError):
                 failed += 1
                 progress.console.print(f"error: {each}")
@@ -150,18 +152,15 @@ def _progress(console: Console, *, shown: bool) -> Progress:
 
 
 def _of_all_ranks(ranks: int, *counts: int) -> list[int]:
-    """Sums over the ranks of torchrun, which ends all of them when one of them fails."""
+    """Sums over the ranks. torchrun ends all of them when one fails, so that all fail or none."""
     import torch
     import torch.distributed as dist
 
-    if ranks == 1:
-        return [*counts]
     total = torch.tensor(counts)
-    # Whoever has done its share waits for the others, however long they take.
-    dist.init_process_group("gloo", timeout=timedelta(days=30))
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.tolist()
+    if ranks > 1:
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    return [int(count) for count in total]
 
 
 def _encoded(
@@ -169,8 +168,9 @@ def _encoded(
     packs: Iterable[PackedSlides | SlideFileError],
     device: torch.device,
     layer: int | None,
-) -> Iterator[tuple[PackedSlides, Tensor] | SlideFileError]:
-    """Packs and the vectors of their slides, (slides, embed_dim) in float32 on the CPU.
+    maps: bool,
+) -> Iterator[tuple[PackedSlides, Tensor, Tensor | None] | SlideFileError]:
+    """Packs, the vectors of their slides, and with `maps` a score of each tile; on the CPU.
 
     One pack behind: while it is written, the GPU has the next one.
     """
@@ -194,25 +194,36 @@ def _encoded(
                 documents=pack.documents,
                 tile_size=pack.tile_size,
                 all_layers=layer is not None,
+                maps=maps,
             )
-            vectors = found.cls if layer is None else found.layers[layer]
-            vectors = vectors.float().to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if device.type == "cuda" else None
-        if copied is not None:
-            copied.record()
+            encoded, seen = found if maps else (found, None)
+            vectors = encoded.cls if layer is None else encoded.layers[layer]
+            scores = None if seen is None else _scores(encoder, seen)
+            ready = [
+                None if x is None else x.float().to("cpu", non_blocking=True)
+                for x in (vectors, scores)
+            ]
+            copied = torch.cuda.Event() if device.type == "cuda" else None
+            if copied is not None:
+                copied.record()
         if waiting is not None:
             yield _arrived(*waiting)
-        waiting = each, vectors, copied
+        waiting = each, ready, copied
     if waiting is not None:
         yield _arrived(*waiting)
 
 
-def _arrived(
-    pack: PackedSlides, vectors: Tensor, copied: torch.cuda.Event | None
-) -> tuple[PackedSlides, Tensor]:
+def _scores(encoder: SlideEncoder, maps: AttentionMaps) -> Tensor:
+    """What the vector of a slide takes from each tile, (tiles,)."""
+    if encoder.config.pooling == "cls":
+        return maps.rollout[0]
+    return maps.received[:, 0].mean((0, 1))  # of all tiles, whose mean the vector is
+
+
+def _arrived(pack: Any, ready: Any, copied: torch.cuda.Event | None) -> Any:
     if copied is not None:
         copied.synchronize()
-    return pack, vectors
+    return pack, *ready
 
 
 @dataclass(frozen=True)
@@ -248,18 +259,37 @@ class Results:
             )
         return self.maps is None or (self.maps / f"{name}.png").exists()
 
-    def write(self, pack: PackedSlides, vectors: Tensor) -> None:
+    def write(self, pack: PackedSlides, vectors: Tensor, scores: Tensor | None) -> None:
+        """Write the files of each slide of a pack."""
         import h5py
 
         for index, name in enumerate(pack.names):
             tiles = slice(*pack.documents[index : index + 2])
+            coordinates, size = pack.coordinates[0, tiles].numpy(), pack.tile_size[index]
+            if self.maps is not None and scores is not None:
+                _draw(self.maps / name, coordinates, scores[tiles].numpy(), size)
             part = self.folder / f"{name}.part"
             with h5py.File(part, "w") as file:
                 file.attrs["encoder"] = self.encoder
-                file["features"] = vectors[index].numpy()
+                file["features"], file["coords"] = vectors[index].numpy(), coordinates
                 file["features"].attrs["name"] = name
-                file["coords"] = pack.coordinates[0, tiles].numpy()
-                file["coords"].attrs["patch_size_level0"] = pack.tile_size[index]
+                file["coords"].attrs["patch_size_level0"] = size
                 if pack.magnification[index] is not None:
                     file["coords"].attrs["target_magnification"] = pack.magnification[index]
             part.replace(self.folder / f"{name}.h5")
+
+
+def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
+    import numpy as np
+
+    from ..draw import draw_tiles, save
+
+    rows = np.column_stack([coordinates, scores])
+    np.savetxt(
+        f"{path}.csv", rows, ["%d", "%d", "%.6g"], ",", header="x,y,attention", comments=""
+    )
+    shares = scores / scores.mean()
+    axes = draw_tiles(
+        coordinates, shares, tile_size, title=path.name, label="attention (1: the mean of the tiles)"
+    )
+    save(axes, Path(f"{path}.png"))

@@ -17,6 +17,8 @@ from ..nn.slides import PackedSlides, Slide, pack
 if TYPE_CHECKING:
     import numpy as np
 
+__all__ = ["SlideFileError", "SlideStream", "read_slide", "slide_files"]
+
 SIZE = "patch_size_level0"
 """The attribute in which TRIDENT writes the side of a tile, in pixels of level 0."""
 

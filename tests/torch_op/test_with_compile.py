@@ -100,6 +100,23 @@ def _slide_encoder(rank, world_size, group, lengths):
     return relative_error(got, want), apart
 
 
+def _packed(rank, world_size, group):
+    """Slides of 5, 0 and 31 tiles, whose class tokens are positions 0, 6 and 7."""
+    model, features, where = slides()
+    documents, layout = [0, 5, 5, 36], SequenceLayout.zigzag(39, world_size)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    held = layout.positions(rank).tolist()
+    tiles = [p - 1 if p < 6 else p - 3 for p in held if p not in (0, 6, 7)]
+    whole = model(features[:1], where[:1], documents=documents)
+    given = {"documents": documents, "group": group, "layout": layout}
+    out = compiled(features[:1, tiles], where[:1, tiles], **given)
+    got = outcome(model, out.cls.sin().sum() + out.tiles.sin().sum())
+    dist.all_reduce(got)
+    want = outcome(model, whole.cls.sin().sum() + whole.tiles.sin().sum())
+    apart = relative_error(out.tiles.detach(), whole.tiles[:, tiles].detach())
+    return relative_error(got, want), apart
+
+
 def _refused(rank, world_size, group):
     model = language_model("none")
     compiled = torch.compile(model.loss, backend="aot_eager")
@@ -121,6 +138,7 @@ def _on_ranks(rank, world_size):
     calls: dict[str, Any] = {
         **{name: partial(_language_model, checkpoint=name) for name in CHECKPOINTS},
         **{name: partial(_slide_encoder, lengths=lengths) for name, lengths in LENGTHS.items()},
+        "packed": _packed,
         "refused": _refused,
     }
     found = {}
@@ -146,11 +164,28 @@ def test_a_language_model_compiles_on_ranks(checkpoint, on_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", [*LENGTHS, "packed"])
 def test_a_slide_encoder_compiles_on_ranks(lengths, on_ranks):
-    """One rank has the class token, the others none; lengths of slides in a tensor."""
+    """One rank has the class token, the others none; lengths of slides in a tensor; a pack."""
     for rank in on_ranks:
         assert max(rank[lengths]) < FLOAT64
+
+
+@pytest.mark.slow
+def test_packs_compile_once():
+    """With borders and tile sizes in tensors, whatever they are and however many."""
+    model, features, where = slides()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for documents in ([0, 5, 5, 36], [0, 7, 20], [0, 1, 2, 3, 30]):
+        given = features[:1, : documents[-1]], where[:1, : documents[-1]]
+        sizes = torch.linspace(100, 300, len(documents) - 1)
+        out = compiled(*given, documents=torch.tensor(documents), tile_size=sizes)
+        want = model(*given, documents=documents, tile_size=sizes.tolist())
+        assert relative_error(out.tiles, want.tiles) < FLOAT64
+        both = [outcome(model, x.cls.sin().sum()) for x in (out, want)]
+        assert relative_error(*both) < FLOAT64
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow

@@ -297,7 +297,8 @@ class SlideEncoder(nn.Module):
             documents: borders of packed slides in tiles, (0, ..., tiles of all ranks), as
                 cu_seqlens: ints, or a 1-D int32 or int64 tensor. Each slide is encoded as it would
                 be alone; of a slide of no tiles there is the class token. The batch must be 1.
-                None: each row is one slide.
+                None: each row is one slide. Under torch.compile a tensor on the CPU, on one
+                process, serves all packs with one graph, as a tensor of `tile_size` does.
             tile_size: side of a tile in units of the coordinates: one number, or one for each slide
                 (row of the batch); None: that of the config.
             all_layers: whether to return the vectors of the slides of all layers.

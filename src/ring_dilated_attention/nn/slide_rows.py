@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -263,10 +262,11 @@ def _rows_of_cls(
             "documents must be the borders of the slides in tiles, as cu_seqlens, and rise from 0 "
             f"to {total}{beside}; got {in_words(documents)}"
         )
-    rows, local = {}, 0
+    rows: dict[int, int] = {}
+    local = 0
     for start, stop in ranges:
-        for slide in range(*(bisect_left(starts, x, hi=slides) for x in (start, stop))):
-            rows[slide] = local + starts[slide] - start
+        here = {slide: p for slide, p in enumerate(starts[:-1]) if start <= p < stop}
+        rows |= {slide: local + p - start for slide, p in here.items()}
         local += stop - start
     if local != tiles + len(rows):
         raise ValueError(

@@ -19,7 +19,6 @@ import os
 import random
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,17 +113,15 @@ class Machine:
     device: torch.device
 
     @property
-    def features(self) -> torch.dtype:
-        """The dtype of features: that of autocast, which would round them anyway."""
-        return torch.bfloat16 if self.has_bfloat16 else torch.float32
-
-    @property
-    def has_bfloat16(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    def dtype(self) -> torch.dtype:
+        """bfloat16 on GPUs that have it in hardware, else float32."""
+        fast = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        return torch.bfloat16 if fast else torch.float32
 
     def autocast(self):
-        """bfloat16 on GPUs that have it in hardware."""
-        return torch.autocast("cuda", torch.bfloat16) if self.has_bfloat16 else nullcontext()
+        """A context of that dtype."""
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Batches(torch.utils.data.Dataset):
@@ -194,7 +191,7 @@ class Trainer:
         """The packs of each batch; ends the program where a file cannot be used."""
         options = {"most_tiles": self.args.most_tiles, "tile_size": self.args.tile_size}
         in_dim = self.model.encoder.config.in_dim
-        files = Batches(batches, **options, in_dim=in_dim, dtype=self.machine.features)
+        files = Batches(batches, **options, in_dim=in_dim, dtype=self.machine.dtype)
         pinned = self.machine.device.type == "cuda"
         for packs in DataLoader(
             files, batch_size=None, num_workers=self.args.workers, pin_memory=pinned
@@ -208,9 +205,9 @@ class Trainer:
     def predict(self, cases: list[Case]) -> Tensor:
         """Probabilities (slides, classes), on the CPU."""
         self.model.eval()
-        own = [[case.path] for case in cases[self.machine.rank :: self.machine.ranks]]
+        own = [case.path for case in cases[self.machine.rank :: self.machine.ranks]]
         found = {}
-        for packs in self.read([sum(own[i : i + 64], []) for i in range(0, len(own), 64)]):
+        for packs in self.read([own[first : first + 16] for first in range(0, len(own), 16)]):
             for pack in packs:
                 with self.machine.autocast():
                     logits = self.model(pack.to(self.machine.device, non_blocking=True))

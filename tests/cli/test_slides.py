@@ -49,7 +49,7 @@ def given(cohort, *more):
 
 @pytest.mark.parametrize(("pool", "layer"), [("cls", None), ("mean", 1)])
 def test_embeddings_are_those_of_one_slide_after_another(pool, layer, cohort):
-    options = [f"--pool={pool}", "--most-tiles=30", *([] if layer is None else [f"--layer={layer}"])]
+    options = [f"--pool={pool}", "--most-tiles=30", *[f"--layer={layer}"] * (layer is not None)]
     done = rda(*given(cohort, *options))
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("5 slides in ")
@@ -91,7 +91,7 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
     assert done.stdout.startswith(f"{5 - len(kept)} slide")
     assert f"{len(kept)} were in" in done.stdout
     now = {path.name: path.stat().st_mtime_ns for path in (cohort / "out").iterdir()}
-    assert [*now] and {name: now[name] for name in kept} == kept
+    assert {name: now[name] for name in kept} == kept
     assert sorted(now) == [f"{name}.h5" for name in SIZES]
     done = rda(*given(cohort, "--pool=mean"))
     assert done.exit_code == 2
@@ -148,7 +148,7 @@ def test_files_that_cannot_be_used_are_a_line_each(cohort):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layer=3"], "--layer must be from 0 to 2, the layers of"),
+        (["--layer=3"], "--layer must be at most 2, the layers of"),
         (["--pool=max"], "'max' is not one of 'cls', 'mean'"),
         (["--most-tiles=0"], "0 is not from 1 to"),
         (["--weights=labels.csv"], "No such file or directory: 'labels.csv'"),

@@ -40,8 +40,12 @@ RIGHT = {
     # file: (what is written, size of a tile, magnification)
     "trident at 40x.h5": ({**TRIDENT, "patch_size_level0": 512}, 512, 20),
     "trident at 20x.h5": ({**TRIDENT, "patch_size_level0": 256}, 256, 20),
-    "clam at level 1.h5": ({"patch_size": 512, "patch_level": 1, "downsample": (4.0, 4.0)}, 2048, None),
-    "clam at level 0.h5": ({"patch_size": 256, "patch_level": 0, "downsample": (1.0, 1.0)}, 256, None),
+    "clam at level 1.h5": (
+        {"patch_size": 512, "patch_level": 1, "downsample": (4.0, 4.0)}, 2048, None,
+    ),
+    "clam at level 0.h5": (
+        {"patch_size": 256, "patch_level": 0, "downsample": (1.0, 1.0)}, 256, None,
+    ),
     "level 0.h5": ({"patch_size": 512, "patch_level": 0}, 512, None),
     "clam, no attributes.h5": ({}, 224, None),
     "one more dimension.h5": ({"features": FEATURES[None], "coords": COORDS[None]}, 224, None),
@@ -89,8 +93,8 @@ WRONG = {
     "level 1.h5": ({"patch_size": 512, "patch_level": 1}, "does not say the size of a tile"),
     "trident, old.h5": (TRIDENT, "does not say the size of a tile"),
     "size of text.h5": ({"patch_size_level0": "big"}, "has an attribute 'big' where the size of"),
-    "other shape.h5": ({"coords": COORDS[:3]}, "have shapes (7, 12) and (3, 2): write them as"),
-    "vectors.h5": ({"features": FEATURES[0]}, "have shapes (12,) and (7, 2): write them as"),
+    "other shape.h5": ({"coords": COORDS[:3]}, "have shapes (7, 12) and (3, 2): write (tiles"),
+    "vectors.h5": ({"features": FEATURES[0]}, "have shapes (12,) and (7, 2): write (tiles"),
     "narrow.pt": ({"features": FEATURES[:, :5]}, "5 features a tile, where the encoder takes 12"),
     "halves.pt": ({"coords": COORDS + 0.5}, "has coords that are no integers: write them in"),
     "text.h5": ({"coords": [["a", "b"]] * TILES}, "has coords that are no numbers"),
@@ -167,4 +171,5 @@ def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
     for each in packs:
         assert each.documents[-1] <= 5 or each.names == ("5",)
         for name, start, stop in zip(each.names, each.documents, each.documents[1:], strict=False):
-            assert torch.equal(each.features[0, start:stop], torch.tensor(FEATURES[: int(name) + 1]))
+            own = torch.tensor(FEATURES[: int(name) + 1])
+            assert torch.equal(each.features[0, start:stop], own)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..integrations.slide_files import SlideFileError
-    from ..nn import AttentionMaps, SlideEncoder
+    from ..nn import SlideEncoder
     from ..nn.slides import PackedSlides
 
 _MOST_WORKERS = 8
@@ -95,7 +96,7 @@ def slides(
     encoder = SlideEncoder.from_gigapath(weights, global_pool=pool == "mean").to(on).eval()
     layers = encoder.config.num_layers
     if layer is not None and layer > layers:
-        raise ValueError(f"--layer must be from 0 to {layers}, the layers of {weights}; got {layer}")
+        raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
     what = f"{weights.name} of {weights.stat().st_size:,} bytes, {pool}, layer {layer or layers}"
     results = Results(out, heatmap, what)
     # Every rank deals all slides, the largest first, whatever is there already.
@@ -128,7 +129,8 @@ def slides(
             progress.update(bar, advance=done, rate=f"{rate:.1f} slides/s")
     seconds = time.perf_counter() - start
     if len(magnifications) > 1:
-        kinds = ", ".join(f"{n} at {f'{x:g}x' if x else 'an unknown one'}" for x, n in magnifications.most_common())
+        found = magnifications.most_common()
+        kinds = ", ".join(f"{n} at {f'{x:g}x' if x else 'an unknown one'}" for x, n in found)
         console.print(f"note: tiles have different magnifications: {kinds}")
     failed, written = _of_all_ranks(ranks, failed, sum(magnifications.values()))
     there = len(files) - failed - written
@@ -178,52 +180,41 @@ def _encoded(
 
     from ..integrations.slide_files import SlideFileError
 
-    waiting = None
-    for each in packs:
+    waiting = deque[Any]()
+    for each in chain(packs, [None]):  # None: nothing is behind the last pack
         if isinstance(each, SlideFileError):
             yield each
             continue
-        pack = each.to(device, non_blocking=True)
-        with (
-            torch.inference_mode(),
-            torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"),
-        ):
-            found = encoder(
-                pack.features,
-                pack.coordinates,
-                documents=pack.documents,
-                tile_size=pack.tile_size,
-                all_layers=layer is not None,
-                maps=maps,
-            )
-            encoded, seen = found if maps else (found, None)
-            vectors = encoded.cls if layer is None else encoded.layers[layer]
-            scores = None if seen is None else _scores(encoder, seen)
-            ready = [
-                None if x is None else x.float().to("cpu", non_blocking=True)
-                for x in (vectors, scores)
-            ]
+        if each is not None:
+            pack = each.to(device, non_blocking=True)
+            with (
+                torch.inference_mode(),
+                torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"),
+            ):
+                found = encoder(
+                    pack.features,
+                    pack.coordinates,
+                    documents=pack.documents,
+                    tile_size=pack.tile_size,
+                    all_layers=layer is not None,
+                    maps=maps,
+                )
+                encoded, seen = found if maps else (found, None)
+                ready = [encoded.cls if layer is None else encoded.layers[layer]]
+                if maps and encoder.config.pooling == "cls":
+                    ready.append(seen.rollout[0])
+                elif maps:  # of all tiles, whose mean the vector is
+                    ready.append(seen.received[:, 0].mean((0, 1)))
+                ready = [x.float().to("cpu", non_blocking=True) for x in ready]
             copied = torch.cuda.Event() if device.type == "cuda" else None
             if copied is not None:
                 copied.record()
-        if waiting is not None:
-            yield _arrived(*waiting)
-        waiting = each, ready, copied
-    if waiting is not None:
-        yield _arrived(*waiting)
-
-
-def _scores(encoder: SlideEncoder, maps: AttentionMaps) -> Tensor:
-    """What the vector of a slide takes from each tile, (tiles,)."""
-    if encoder.config.pooling == "cls":
-        return maps.rollout[0]
-    return maps.received[:, 0].mean((0, 1))  # of all tiles, whose mean the vector is
-
-
-def _arrived(pack: Any, ready: Any, copied: torch.cuda.Event | None) -> Any:
-    if copied is not None:
-        copied.synchronize()
-    return pack, *ready
+            waiting.append((each, ready, copied))
+        if len(waiting) > (each is not None):
+            first, (vectors, *scores), copied = waiting.popleft()
+            if copied is not None:
+                copied.synchronize()
+            yield first, vectors, scores[0] if maps else None
 
 
 @dataclass(frozen=True)
@@ -245,6 +236,11 @@ class Results:
             folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, name: str) -> bool:
+        """Whether there are all files of a slide.
+
+        Raises:
+            ValueError: its embedding is another encoder's.
+        """
         import h5py
 
         path = self.folder / f"{name}.h5"
@@ -285,11 +281,8 @@ def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
     from ..draw import draw_tiles, save
 
     rows = np.column_stack([coordinates, scores])
-    np.savetxt(
-        f"{path}.csv", rows, ["%d", "%d", "%.6g"], ",", header="x,y,attention", comments=""
-    )
+    np.savetxt(f"{path}.csv", rows, ["%d", "%d", "%.6g"], ",", header="x,y,attention", comments="")
     shares = scores / scores.mean()
-    axes = draw_tiles(
-        coordinates, shares, tile_size, title=path.name, label="attention (1: the mean of the tiles)"
-    )
+    label = "attention (1: the mean of the tiles)"
+    axes = draw_tiles(coordinates, shares, tile_size, title=path.name, label=label)
     save(axes, Path(f"{path}.png"))

@@ -134,7 +134,7 @@ def _slide_of(
     if features.dim() != 2 or coordinates.shape != (len(features), 2):
         shapes = f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
         raise SlideFileError(
-            f"features and coords have shapes {shapes}: write them as (tiles, in_dim) and (tiles, 2)"
+            f"features and coords have shapes {shapes}: write (tiles, in_dim) and (tiles, 2)"
         )
     tiles = len(features)
     if not tiles:

@@ -283,6 +283,6 @@ def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
     rows = np.column_stack([coordinates, scores])
     np.savetxt(f"{path}.csv", rows, ["%d", "%d", "%.6g"], ",", header="x,y,attention", comments="")
     shares = scores / scores.mean()
-    label = "attention (1: the mean of the tiles)"
-    axes = draw_tiles(coordinates, shares, tile_size, title=path.name, label=label)
+    note = "attention to each tile; 1: their mean"
+    axes = draw_tiles(coordinates, shares, tile_size, title=path.name, note=note)
     save(axes, Path(f"{path}.png"))

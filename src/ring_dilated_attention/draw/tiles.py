@@ -19,7 +19,7 @@ def draw_tiles(
     tile_size: float,
     *,
     title: str = "",
-    label: str = "",
+    note: str = "",
     style: Style = LIGHT,
 ) -> Axes:
     """Draw the tiles of a slide, coloured by their scores, with a colour bar.
@@ -32,7 +32,7 @@ def draw_tiles(
         scores: (tiles,).
         tile_size: side of a tile in units of the coordinates.
         title: of the figure.
-        label: of the colour bar.
+        note: below it, on what the colours mean.
         style: colours of the page.
 
     Returns:
@@ -45,7 +45,8 @@ def draw_tiles(
     grid = np.full((rows, columns), np.nan)
     grid[cells[:, 1], cells[:, 0]] = scores
     (left, top), longest = coordinates.min(0), max(rows, columns)
-    figure = new_figure(style, 1.4 + 5.0 * columns / longest, 0.8 + 5.0 * rows / longest, title)
+    width, height = 1.6 + 5 * columns / longest, 1.2 + 5 * rows / longest
+    figure = new_figure(style, width, height, title, note)
     axes: Axes = figure.add_subplot()
     low, high = np.percentile(scores, (1, 99))
     extent = (left, left + columns * tile_size, top + rows * tile_size, top)
@@ -55,5 +56,4 @@ def draw_tiles(
         axis.set_major_locator(MaxNLocator(4, integer=True))
     bar = figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
     bar.ax.tick_params(colors=style.muted, labelsize=8)
-    bar.set_label(label, color=style.ink, fontsize=9)
     return axes

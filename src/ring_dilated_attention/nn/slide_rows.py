@@ -12,7 +12,6 @@ from torch import Tensor
 from ..documents import Integers, as_ints, in_words, ints_or_tensor
 from ..layout import SequenceLayout
 from ..options import check_options
-from ..pattern import check_positive_float, in_brief
 from .positions import checked_lengths
 
 Numbers: TypeAlias = float | Sequence[float] | Tensor
@@ -43,11 +42,7 @@ class SlideRows(NamedTuple):
         world_size: int,
         layout: SequenceLayout | None,
     ) -> SlideRows:
-        """The rows of features, (batch, local_tiles, in_dim).
-
-        Raises:
-            TypeError, ValueError: `lengths` or the layout do not fit.
-        """
+        """The rows of features, (batch, local_tiles, in_dim), or a `TypeError` or `ValueError`."""
         at = _row_of_cls(features.shape[1], rank, world_size, layout)
         local = features.shape[1] + (0 if at is None else 1)
         total = local * world_size if layout is None else layout.length
@@ -164,8 +159,7 @@ class PackedRows(NamedTuple):
         Raises:
             TypeError: `documents` are no ints; or a tensor, on several ranks or in a layout, while
                 torch.compile traces.
-            ValueError: the batch is not 1, the borders do not rise from 0 to the number of tiles,
-                or the layout does not fit.
+            ValueError: the batch is not 1, or the borders or the layout do not fit.
         """
         batch, tiles, _ = features.shape
         if batch != 1:
@@ -279,23 +273,12 @@ def _rows_of_cls(
 def sizes_of_tiles(
     tile_size: Numbers | None, default: float, slides: int, device: torch.device
 ) -> Tensor:
-    """Sides of tiles, float64: (1,), the same for all slides, or (slides,).
-
-    Raises:
-        TypeError, ValueError: they are no numbers above 0, or there are others than `slides`.
-    """
-    given: Any = default if tile_size is None else tile_size
-    if isinstance(given, int | float):
-        size = check_positive_float("tile_size", given)
-        return torch.full((1,), size, dtype=torch.float64, device=device)
-    if not isinstance(given, Sequence | Tensor):
-        raise TypeError(f"tile_size must be a number or several; got {in_brief(given)}")
-    if len(given) != slides:
+    """Sides of tiles, float64: (1,), the same for all slides, or (slides,)."""
+    given = default if tile_size is None else tile_size
+    sizes = torch.as_tensor(given, dtype=torch.float64)
+    fits = sizes.shape in ((), (slides,))
+    if not (fits and (torch.compiler.is_compiling() or bool((sizes > 0).all()))):
         raise ValueError(
-            f"tile_size must be one number, or one for each of {slides} slides; got {len(given)}"
+            f"tile_size must be a number above 0, or one for each of {slides} slides; got {given}"
         )
-    if not (isinstance(given, Tensor) and torch.compiler.is_compiling()):
-        numbers = given.tolist() if isinstance(given, Tensor) else given
-        sizes = [check_positive_float("each tile_size", x) for x in numbers]
-        given = torch.tensor(sizes, dtype=torch.float64)
-    return given.to(device, torch.float64, non_blocking=True)
+    return sizes.view(-1).to(device, non_blocking=True)

@@ -115,7 +115,7 @@ def pack(slides: Iterable[Slide], most_tiles: int, *, buffer: int = 1) -> Iterat
 
     Args:
         slides: read as needed.
-        most_tiles: tiles of a pack, class tokens not counted; about 16,000 keep a GPU busy.
+        most_tiles: tiles of a pack, class tokens not counted.
         buffer: how many slides to choose from, in memory beside the pack. 1, the default, keeps
             their order; more leave less of the packs empty; the number of slides packs by size.
 

@@ -154,6 +154,7 @@ def test_slide_files_lists_a_folder(tmp_path):
         slide_files(tmp_path / "empty")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
     for index in range(6):

@@ -285,4 +285,5 @@ def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
     shares = scores / scores.mean()
     note = "attention to each tile; 1: their mean"
     axes = draw_tiles(coordinates, shares, tile_size, title=path.name, note=note)
-    save(axes, Path(f"{path}.png"))
+    save(axes, Path(f"{path}.part.png"))
+    Path(f"{path}.part.png").replace(f"{path}.png")

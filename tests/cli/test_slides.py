@@ -96,7 +96,7 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
     done = rda(*given(cohort, "--pool=mean"))
     assert done.exit_code == 2
     assert "a.h5 is from weights.pth of" in done.stderr
-    assert "mean, layer 2: give another --out" in done.stderr
+    assert "mean, last layer: give another --out" in done.stderr
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -151,7 +151,8 @@ def test_files_that_cannot_be_used_are_a_line_each(cohort):
         (["--layer=3"], "--layer must be at most 2, the layers of"),
         (["--pool=max"], "'max' is not one of 'cls', 'mean'"),
         (["--most-tiles=0"], "0 is not from 1 to"),
-        (["--weights=labels.csv"], "No such file or directory: 'labels.csv'"),
+        (["--weights=no.pth"], "no.pth cannot be used: [Errno 2] No such file or directory"),
+        ([f"--weights={__file__}"], "test_slides.py cannot be used: Weights only load failed"),
     ],
 )
 def test_bad_options_are_one_line(options, message, cohort):

@@ -93,11 +93,16 @@ def slides(
     if ranks > 1:  # whoever has done its share waits for the others, however long they take
         torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
     files = slide_files(folder)
-    encoder = SlideEncoder.from_gigapath(weights, global_pool=pool == "mean").to(on).eval()
+    try:
+        encoder = SlideEncoder.from_gigapath(weights, global_pool=pool == "mean").to(on).eval()
+    except Exception as error:  # whatever torch.load raises for a file that is something else
+        why = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{weights} cannot be used: {why[0]}") from error
     layers = encoder.config.num_layers
     if layer is not None and layer > layers:
         raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
-    what = f"{weights.name} of {weights.stat().st_size:,} bytes, {pool}, layer {layer or layers}"
+    kept = "last layer" if layer is None else f"layer {layer}"
+    what = f"{weights.name} of {weights.stat().st_size:,} bytes, {pool}, {kept}"
     results = Results(out, heatmap, what)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]

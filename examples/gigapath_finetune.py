@@ -124,19 +124,6 @@ class Machine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
 
-class Batches(torch.utils.data.Dataset):
-    """The packs of each batch of files, and errors of files that cannot be used."""
-
-    def __init__(self, files: list[list[Path]], **options) -> None:
-        self.streams = [SlideStream(files=batch, **options) for batch in files]
-
-    def __len__(self) -> int:
-        return len(self.streams)
-
-    def __getitem__(self, index: int) -> list[PackedSlides | SlideFileError]:
-        return list(self.streams[index])
-
-
 class Trainer:
     """A classifier in training on all ranks: each has a share of the slides of every step."""
 
@@ -189,13 +176,16 @@ class Trainer:
 
     def read(self, batches: list[list[Path]]):
         """The packs of each batch; ends the program where a file cannot be used."""
-        options = {"most_tiles": self.args.most_tiles, "tile_size": self.args.tile_size}
-        in_dim = self.model.encoder.config.in_dim
-        files = Batches(batches, **options, in_dim=in_dim, dtype=self.machine.dtype)
-        pinned = self.machine.device.type == "cuda"
-        for packs in DataLoader(
-            files, batch_size=None, num_workers=self.args.workers, pin_memory=pinned
-        ):
+        options = {
+            "most_tiles": self.args.most_tiles,
+            "tile_size": self.args.tile_size,
+            "in_dim": self.model.encoder.config.in_dim,
+            "dtype": self.machine.dtype,
+        }
+        streams = [SlideStream(files=files, **options) for files in batches]
+        # list() reads the packs of a batch, in one of the workers.
+        where = {"num_workers": self.args.workers, "pin_memory": self.machine.device.type == "cuda"}
+        for packs in DataLoader(streams, batch_size=None, collate_fn=list, **where):
             for each in packs:
                 if isinstance(each, SlideFileError):
                     sys.exit(str(each))

@@ -232,8 +232,9 @@ class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
 
     def __iter__(self) -> Iterator[PackedSlides | SlideFileError]:
         failed: list[SlideFileError] = []
-        worker = get_worker_info()
-        files = self.files if worker is None else self.files[worker.id :: worker.num_workers]
+        files, worker = self.files, get_worker_info()
+        if worker is not None and worker.dataset is self:  # and not a list of such streams
+            files = files[worker.id :: worker.num_workers]
         for slides in pack(self._slides(files, failed), self.most_tiles, buffer=4):
             yield from failed
             failed.clear()

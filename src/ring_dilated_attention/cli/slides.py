@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 from ..units import count_of
 from . import common
@@ -119,7 +119,9 @@ def slides(
     packs = stream.loader(workers, pin_memory=on.type == "cuda")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     failed, start, magnifications = 0, time.perf_counter(), Counter[float | None]()
-    with _progress(console, shown=rank == 0) as progress:
+    columns = *Progress.get_default_columns(), TextColumn("{task.fields[rate]}")
+    hidden = rank > 0 or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden) as progress:
         bar = progress.add_task("slides", total=len(todo), rate="")
         for each in _encoded(encoder, packs, on, layer, maps=heatmap is not None):
             if isinstance(each, SlideFileError):
@@ -145,17 +147,6 @@ def slides(
               f"{there} were in {out}")  # fmt: skip
     if failed:
         raise RunError(f"{failed} of {count_of(len(files), 'file')} cannot be used: see above")
-
-
-def _progress(console: Console, *, shown: bool) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not (shown and console.is_terminal))
 
 
 def _of_all_ranks(ranks: int, *counts: int) -> list[int]:

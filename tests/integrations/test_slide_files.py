@@ -1,6 +1,7 @@
 """Files of slides as others write them, and what is said of those that cannot be used."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def write(path, *, features=FEATURES, coords=COORDS, **attributes):
     return path
 
 
-RIGHT = {
+RIGHT: dict[str, Any] = {
     # file: (what is written, size of a tile, magnification)
     "trident at 40x.h5": ({**TRIDENT, "patch_size_level0": 512}, 512, 20),
     "trident at 20x.h5": ({**TRIDENT, "patch_size_level0": 256}, 256, 20),
@@ -80,7 +81,7 @@ def with_(value):
     return features
 
 
-WRONG = {
+WRONG: dict[str, Any] = {
     "no coords.h5": ({"coords": None}, "has no coords, only features: CLAM's and TRIDENT's .h5"),
     "no features.npz": ({"features": None}, "has no features, only coords: "),
     "no tiles.h5": (
@@ -135,6 +136,7 @@ def test_nothing_is_kept_from_the_slide_before(tmp_path):
     write(tmp_path / "a.h5", patch_size_level0=512, target_magnification=20)
     write(tmp_path / "b.h5")
     (slides,) = SlideStream(files=[*slide_files(tmp_path).values()], tile_size=256)
+    assert not isinstance(slides, SlideFileError)
     assert slides.tile_size == (512, 256)
     assert slides.magnification == (20, None)
 

@@ -187,7 +187,7 @@ def _encoded(
                 torch.inference_mode(),
                 torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"),
             ):
-                found = encoder(
+                found: Any = encoder(
                     pack.features,
                     pack.coordinates,
                     documents=pack.documents,
@@ -195,15 +195,16 @@ def _encoded(
                     all_layers=layer is not None,
                     maps=maps,
                 )
-                encoded, seen = found if maps else (found, None)
+                encoded = found[0] if maps else found
                 ready = [encoded.cls if layer is None else encoded.layers[layer]]
                 if maps and encoder.config.pooling == "cls":
-                    ready.append(seen.rollout[0])
+                    ready.append(found[1].rollout[0])
                 elif maps:  # of all tiles, whose mean the vector is
-                    ready.append(seen.received[:, 0].mean((0, 1)))
+                    ready.append(found[1].received[:, 0].mean((0, 1)))
                 ready = [x.float().to("cpu", non_blocking=True) for x in ready]
-            copied = torch.cuda.Event() if device.type == "cuda" else None
-            if copied is not None:
+            copied = None
+            if device.type == "cuda":
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
             waiting.append((each, ready, copied))
         if len(waiting) > (each is not None):

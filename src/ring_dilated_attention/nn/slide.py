@@ -35,7 +35,7 @@ from .modules import (
     refuse_sharded_apart,
     without_weights,
 )
-from .slide_rows import Numbers, PackedRows, Rows, SlideRows, sizes_of_tiles
+from .slide_rows import Numbers, Rows, rows_of_batch, rows_of_pack, sizes_of_tiles
 from .spatial import sincos_positions
 
 
@@ -363,7 +363,8 @@ class SlideEncoder(nn.Module):
             if group is not None:
                 pooled = sum_over_ranks(pooled, "SlideEncoder", group)
             pooled = rows.own_means(pooled).to(dtype)
-        return rows.by_slide(pooled if self.pooled_norm is None else self.pooled_norm(pooled))
+        vectors = pooled if self.pooled_norm is None else self.pooled_norm(pooled)
+        return vectors if rows.packed is None else vectors.squeeze(1)
 
     def _embed_all(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
         """The rows of the tiles, and of the class tokens that this rank has."""
@@ -407,9 +408,9 @@ class SlideEncoder(nn.Module):
             self._check_shapes(features, coordinates)
             slides = len(features)
             if documents is None:
-                rows = SlideRows.of(features, lengths, rank, world_size, layout)
+                rows = rows_of_batch(features, lengths, rank, world_size, layout)
             else:
-                rows = PackedRows.of(features, documents, rank, world_size, layout)
+                rows = rows_of_pack(features, documents, rank, world_size, layout)
                 slides = len(documents) - 1
             if lengths is not None and (documents is not None or self.config.pooling == "mean"):
                 raise ValueError(

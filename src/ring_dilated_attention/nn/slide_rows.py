@@ -18,77 +18,105 @@ Numbers: TypeAlias = float | Sequence[float] | Tensor
 """One number, or one for each slide, as a sequence or a 1-D tensor."""
 
 
-class SlideRows(NamedTuple):
-    """The rows of slides of which each is a row of the batch.
+class Packed(NamedTuple):
+    """Which rows are of which of the packed slides; tensors are int64.
 
     Attributes:
-        at: the local row of the class token; None where another rank has it.
-        total: tiles of all ranks.
-        lengths: positions of each slide; None: all.
-        layout: which positions each rank holds; None: contiguous equal shards.
+        own: the slides whose class token is here, (count,).
+        slides: the slide of each local tile, (local_tiles,).
+        counts: how many tiles each slide has on all ranks, (slides,).
     """
 
-    at: int | None
+    own: Tensor
+    slides: Tensor
+    counts: Tensor
+
+
+class Rows(NamedTuple):
+    """The rows of this rank. Each slide is a row of the batch; or slides are packed, in one row.
+
+    Attributes:
+        of_attention: what attention is to know: the layout, and lengths or documents in positions.
+        count: how many class tokens this rank has in each row of the batch.
+        cls: their local rows; of packed slides in the order of the slides.
+        tiles: the local rows of the tiles.
+        order: where each local row is among the class tokens and, behind them, the tiles; None: in
+            that order.
+        total: tiles of a slide that is not packed, on all ranks.
+        packed: which rows are of which packed slide; None: slides are not packed.
+    """
+
+    of_attention: dict[str, Any]
+    count: int
+    cls: slice | Tensor
+    tiles: slice | Tensor
+    order: Tensor | None
     total: int
-    lengths: Integers | None
-    layout: SequenceLayout | None
-
-    @classmethod
-    def of(
-        cls,
-        features: Tensor,
-        lengths: Integers | None,
-        rank: int,
-        world_size: int,
-        layout: SequenceLayout | None,
-    ) -> SlideRows:
-        """The rows of features, (batch, local_tiles, in_dim), or a `TypeError` or `ValueError`."""
-        at = _row_of_cls(features.shape[1], rank, world_size, layout)
-        local = features.shape[1] + (0 if at is None else 1)
-        total = local * world_size if layout is None else layout.length
-        return cls(at, total - 1, _positions(lengths, len(features), total - 1), layout)
-
-    @property
-    def count(self) -> int:
-        """How many class tokens this rank has of each row of the batch."""
-        return 0 if self.at is None else 1
-
-    @property
-    def of_attention(self) -> dict[str, Any]:
-        """What attention is to know."""
-        return {"lengths": self.lengths, "layout": self.layout}
-
-    def by_tile(self, sizes: Tensor) -> Tensor:
-        """Numbers of all slides, (1,), or of each, for (batch, local_tiles, 1) to broadcast."""
-        return sizes[:, None, None]
+    packed: Packed | None = None
 
     def joined(self, tiles: Tensor, cls: Tensor) -> Tensor:
-        """All local rows."""
-        at = self.at or 0
-        return torch.cat([tiles[:, :at], cls, tiles[:, at:]], 1)
+        """All local rows, (batch, local_positions, ...)."""
+        rows = torch.cat((cls, tiles), 1)
+        return rows if self.order is None else rows.index_select(1, self.order)
 
     def of_cls(self, hidden: Tensor) -> Tensor:
-        """The rows of class tokens, (batch, count, embed_dim), of all local rows."""
-        return hidden[:, :0] if self.at is None else hidden[:, self.at : self.at + 1]
+        """The rows of class tokens among all local rows, (batch, count, ...)."""
+        return _taken(hidden, self.cls)
 
     def of_tiles(self, hidden: Tensor) -> Tensor:
-        """The rows of tiles, (batch, local_tiles, embed_dim)."""
-        if self.at is None:
-            return hidden
-        after = hidden[:, self.at + 1 :]
-        return torch.cat([hidden[:, : self.at], after], 1) if self.at else after
+        """The rows of tiles among all local rows, (batch, local_tiles, ...)."""
+        return _taken(hidden, self.tiles)
+
+    def by_tile(self, sizes: Tensor) -> Tensor:
+        """Numbers, (1,) or one for each slide, to broadcast with (batch, local_tiles, 1)."""
+        if self.packed is None or len(sizes) == 1:
+            return sizes[:, None, None]
+        return sizes[self.packed.slides][None, :, None]
 
     def sums(self, tiles: Tensor) -> Tensor:
-        """Sums over the local tiles of each slide, (batch, slides, embed_dim)."""
-        return tiles.sum(1, keepdim=True)
+        """Sums over the local tiles of each slide: (batch, 1 or slides, embed_dim)."""
+        if self.packed is None:
+            return tiles.sum(1, keepdim=True)
+        zeros = tiles.new_zeros(1, len(self.packed.counts), tiles.shape[2])
+        return zeros.index_add(1, self.packed.slides, tiles)
 
     def own_means(self, sums: Tensor) -> Tensor:
-        """Means of the slides whose class token is here, of sums over all ranks."""
-        return (sums / max(self.total, 1))[..., : self.count, :]
+        """Means of the slides whose class token is here, of `sums` of all ranks; 0 of no tiles."""
+        if self.packed is None:
+            return (sums / max(self.total, 1))[..., : self.count, :]
+        counts = self.packed.counts.clamp(min=1)[:, None]
+        return (sums / counts).index_select(-2, self.packed.own)
 
-    def by_slide(self, vectors: Tensor) -> Tensor:
-        """Vectors as a model returns them, of (layers, batch, count, embed_dim)."""
-        return vectors
+
+def _taken(hidden: Tensor, rows: slice | Tensor) -> Tensor:
+    return hidden[:, rows] if isinstance(rows, slice) else hidden.index_select(1, rows)
+
+
+def _tile_rows(cls: Tensor, tiles: int) -> Tensor:
+    """The local rows of the tiles around class tokens in these rows."""
+    before = cls.sort().values - torch.arange(len(cls), device=cls.device)  # tiles before each
+    index = torch.arange(tiles, device=cls.device)
+    return index + torch.bucketize(index, before, right=True)
+
+
+def rows_of_batch(
+    features: Tensor,
+    lengths: Integers | None,
+    rank: int,
+    world_size: int,
+    layout: SequenceLayout | None,
+) -> Rows:
+    """The rows of features, (batch, local_tiles, in_dim), or a `TypeError` or `ValueError`."""
+    batch, tiles, _ = features.shape
+    at = _row_of_cls(tiles, rank, world_size, layout)
+    count = 0 if at is None else 1
+    total = (tiles + count) * world_size if layout is None else layout.length
+    given = {"lengths": _positions(lengths, batch, total - 1), "layout": layout}
+    if not at:  # no class token, or first
+        return Rows(given, count, slice(0, count), slice(count, None), None, total - 1)
+    cls = torch.full((1,), at, device=features.device)
+    rows = _tile_rows(cls, tiles)
+    return Rows(given, count, cls, rows, torch.cat((cls, rows)).argsort(), total - 1)
 
 
 def _positions(lengths: Integers | None, batch: int, most: int) -> Integers | None:
@@ -121,118 +149,53 @@ def _row_of_cls(
     return first.local if own else None
 
 
-# --- Packed slides
+def rows_of_pack(
+    features: Tensor,
+    documents: Integers,
+    rank: int,
+    world_size: int,
+    layout: SequenceLayout | None,
+) -> Rows:
+    """The rows of features, (1, local_tiles, in_dim), of slides with these borders in tiles.
 
-
-class PackedRows(NamedTuple):
-    """The rows of packed slides; tensors are int64, on the device of the features.
-
-    Attributes:
-        documents: borders of the slides in positions, their class tokens included.
-        layout: which positions each rank holds; None on one process.
-        cls: the local row of each class token that this rank has, by slide, (count,).
-        own: the slides of these class tokens, (count,).
-        tiles: the local row of each local tile, (local_tiles,).
-        slides: the slide of each local tile, (local_tiles,).
-        counts: how many tiles each slide has on all ranks, (slides,).
+    Raises:
+        TypeError: `documents` are no ints; or a tensor, on several ranks or in a layout, while
+            torch.compile traces.
+        ValueError: the batch is not 1, or the borders or the layout do not fit.
     """
-
-    documents: Integers
-    layout: SequenceLayout | None
-    cls: Tensor
-    own: Tensor
-    tiles: Tensor
-    slides: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(
+    batch, tiles, _ = features.shape
+    if batch != 1:
+        raise ValueError(f"packed slides must be a batch of 1; got features of batch {batch}")
+    known, borders = ints_or_tensor("documents", documents)
+    if known is None and (layout is not None or world_size > 1):
+        known = as_ints("documents", documents)
+    if known is None:  # while torch.compile traces: attention compares positions with the rows
+        assert borders is not None
+        slides = len(borders) - 1
+        given: Integers = borders + torch.arange(slides + 1)
+        own, cls, starts = torch.arange(slides), given[:-1], given
+    else:
+        given = [border + slide for slide, border in enumerate(known)]
+        if world_size > 1 and layout is None:
+            layout = SequenceLayout.contiguous(max(given[-1], 0), world_size)
+        here = _rows_of_cls(known, given, tiles, rank, world_size, layout)
+        own, cls, starts = (torch.tensor(list(x)) for x in (here, here.values(), given))
+    # Not blocking: a transfer of a few numbers must not wait for what the GPU has queued.
+    own, cls, starts = (
+        x.to(features.device, torch.int64, non_blocking=True) for x in (own, cls, starts)
+    )
+    rows = _tile_rows(cls, tiles)
+    where = rows if layout is None else layout.positions(rank, device=features.device)[rows]
+    of_tiles = torch.bucketize(where, starts[1:], right=True)
+    return Rows(
+        {"documents": given, "layout": layout},
+        len(own),
         cls,
-        features: Tensor,
-        documents: Integers,
-        rank: int,
-        world_size: int,
-        layout: SequenceLayout | None,
-    ) -> PackedRows:
-        """The rows of features, (1, local_tiles, in_dim), of slides with these borders in tiles.
-
-        Raises:
-            TypeError: `documents` are no ints; or a tensor, on several ranks or in a layout, while
-                torch.compile traces.
-            ValueError: the batch is not 1, or the borders or the layout do not fit.
-        """
-        batch, tiles, _ = features.shape
-        if batch != 1:
-            raise ValueError(f"packed slides must be a batch of 1; got features of batch {batch}")
-        known, borders = ints_or_tensor("documents", documents)
-        if known is None and (layout is not None or world_size > 1):
-            known = as_ints("documents", documents)
-        if known is None:  # while torch.compile traces: attention compares positions with the rows
-            assert borders is not None
-            count = len(borders) - 1
-            given: Integers = borders + torch.arange(count + 1)
-            own, at, starts = torch.arange(count), given[:-1], given
-        else:
-            given = [border + slide for slide, border in enumerate(known)]
-            if world_size > 1 and layout is None:
-                layout = SequenceLayout.contiguous(max(given[-1], 0), world_size)
-            rows = _rows_of_cls(known, given, tiles, rank, world_size, layout)
-            own, at, starts = (torch.tensor(list(x)) for x in (rows, rows.values(), given))
-        # Not blocking: a transfer of a few numbers must not wait for what the GPU has queued.
-        own, at, starts = (
-            x.to(features.device, torch.int64, non_blocking=True) for x in (own, at, starts)
-        )
-        index = torch.arange(tiles, device=features.device)
-        before = at.sort().values - torch.arange(len(at), device=features.device)
-        at_tiles = index + torch.bucketize(index, before, right=True)
-        where = at_tiles
-        if layout is not None:
-            where = layout.positions(rank, device=features.device)[at_tiles]
-        slides = torch.bucketize(where, starts[1:], right=True)
-        return cls(given, layout, at, own, at_tiles, slides, starts.diff() - 1)
-
-    @property
-    def count(self) -> int:
-        """How many class tokens this rank has."""
-        return len(self.own)
-
-    @property
-    def of_attention(self) -> dict[str, Any]:
-        """What attention is to know."""
-        return {"documents": self.documents, "layout": self.layout}
-
-    def by_tile(self, sizes: Tensor) -> Tensor:
-        """See `SlideRows`."""
-        return sizes.expand(len(self.counts))[self.slides][None, :, None]
-
-    def joined(self, tiles: Tensor, cls: Tensor) -> Tensor:
-        """See `SlideRows`."""
-        order = torch.cat((self.tiles, self.cls)).argsort()
-        return torch.cat((tiles, cls), 1).index_select(1, order)
-
-    def of_cls(self, hidden: Tensor) -> Tensor:
-        """See `SlideRows`."""
-        return hidden.index_select(1, self.cls)
-
-    def of_tiles(self, hidden: Tensor) -> Tensor:
-        """See `SlideRows`."""
-        return hidden.index_select(1, self.tiles)
-
-    def sums(self, tiles: Tensor) -> Tensor:
-        """See `SlideRows`."""
-        zeros = tiles.new_zeros(1, len(self.counts), tiles.shape[2])
-        return zeros.index_add(1, self.slides, tiles)
-
-    def own_means(self, sums: Tensor) -> Tensor:
-        """See `SlideRows`; the mean of no tiles is 0."""
-        return (sums / self.counts.clamp(min=1)[:, None]).index_select(-2, self.own)
-
-    def by_slide(self, vectors: Tensor) -> Tensor:
-        """See `SlideRows`: (layers, count, embed_dim)."""
-        return vectors.squeeze(1)
-
-
-Rows: TypeAlias = SlideRows | PackedRows
+        rows,
+        torch.cat((cls, rows)).argsort(),
+        total=0,
+        packed=Packed(own, of_tiles, starts.diff() - 1),
+    )
 
 
 def _rows_of_cls(

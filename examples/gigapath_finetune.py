@@ -236,16 +236,17 @@ def train_fold(model: Classifier, folds: list[list[Case]], fold: int, args, mach
     train = [case for i, cases in enumerate(folds) if i not in (fold, stop) for case in cases]
     trainer = Trainer(model, train, args, machine)
     labels = torch.tensor([case.label for case in folds[stop]])
-    best, at, state = (-1.0, 0.0), 0, {}
+    best, rose, at, state = (-1.0, 0.0), 0, 0, {}
     for epoch in range(args.epochs):
         loss = trainer.epoch(epoch)
         found = trainer.predict(folds[stop])
         score = auc(found, labels), -F.nll_loss(found.log(), labels).item()
         if machine.rank == 0:
             print(f"fold {fold}, epoch {epoch}: loss {loss:.4f}, AUC to stop by {score[0]:.3f}")
-        if score > best:
+        rose = epoch if score[0] > best[0] else rose
+        if score > best:  # of equal AUCs the lower loss
             best, at, state = score, epoch, deepcopy(model.state_dict())
-        if epoch - at >= args.patience:
+        if epoch - rose >= args.patience:
             break
     model.load_state_dict(state or model.state_dict())
     return trainer, at

@@ -183,3 +183,18 @@ def test_ranks_are_told_and_agree_on_sets():
         return receive()
 
     close(layout.unshard(run_loopback(2, rank), 2), attention_received(query, key, lse, MIXED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernels_of_gpus(dtype):
+    """Triton's, interpreted without a GPU."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 70, n, 48, generator=generator).to(dtype) for n in (4, 2))
+    pattern = DilatedPattern([16, None], [1, 4])
+    matrix, _ = dense(query.double(), key.double(), pattern)
+    sets = weights(query, 2)
+    _, lse = dilated_attention(query, key, key, pattern, return_lse=True, backend="triton")
+    found = attention_received(query, key, lse, pattern, queries=sets, backend="triton")
+    want = torch.einsum("sbi,bhij->sbhj", sets.double(), matrix)
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=16 * torch.finfo(dtype).eps)

@@ -3,7 +3,7 @@
     python examples/synthetic_tissue.py demo
     python examples/gigapath_finetune.py demo/slides demo/labels.csv \
         --weights demo/slide_encoder.pth --lr 1e-3 --out demo/tuned
-    rda slides demo/slides --weights demo/tuned/fold0.pth --out demo/embeddings --heatmap demo/maps
+    rda slides demo/slides --weights demo/tuned/fold1.pth --out demo/embeddings --heatmap demo/maps
 
 Every slide is a strip of tissue with a small region of marked tiles at each end, of tumour (1) or
 of something like it (0). The label is 1 if both ends have tumour; otherwise one of them has, so by

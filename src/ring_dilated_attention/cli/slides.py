@@ -115,7 +115,8 @@ def slides(
         dtype=torch.float16 if on.type == "cuda" else torch.float32,  # autocast rounds to it
     )
     if workers is None:
-        workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks, len(todo) // 8)
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = min(_MOST_WORKERS, cores, len(todo) // 8)
     packs = stream.loader(workers, pin_memory=on.type == "cuda")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     failed, start, magnifications = 0, time.perf_counter(), Counter[float | None]()

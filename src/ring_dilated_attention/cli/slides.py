@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def slides(
     if layer is not None and layer > layers:
         raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
     kept = "last layer" if layer is None else f"layer {layer}"
-    what = f"{weights.name} of {weights.stat().st_size:,} bytes, {pool}, {kept}"
+    what = f"{weights.name} (CRC {zlib.crc32(weights.read_bytes()):08x}), {pool}, {kept}"
     results = Results(out, heatmap, what)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]

@@ -95,8 +95,12 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
     assert sorted(now) == [f"{name}.h5" for name in SIZES]
     done = rda(*given(cohort, "--pool=mean"))
     assert done.exit_code == 2
-    assert "a.h5 is from weights.pth of" in done.stderr
+    assert "a.h5 is from weights.pth (CRC" in done.stderr
     assert "mean, last layer: give another --out" in done.stderr
+    trained = torch.load(cohort / "weights.pth")
+    trained["model"]["cls_token"] += 1
+    torch.save(trained, cohort / "weights.pth")
+    assert "last layer: give another --out" in rda(*given(cohort)).stderr
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -152,7 +156,7 @@ def test_files_that_cannot_be_used_are_a_line_each(cohort):
         (["--pool=max"], "'max' is not one of 'cls', 'mean'"),
         (["--most-tiles=0"], "0 is not from 1 to"),
         (["--weights=no.pth"], "no.pth cannot be used: [Errno 2] No such file or directory"),
-        ([f"--weights={__file__}"], "test_slides.py cannot be used: Weights only load failed"),
+        ([f"--weights={__file__}"], "test_slides_command.py cannot be used: Weights only load failed"),
     ],
 )
 def test_bad_options_are_one_line(options, message, cohort):

@@ -145,8 +145,8 @@ def _slide_of(
             "features of the tile encoder that it was trained on"
         )
     features = features.to(dtype)
-    broken = int((~features.isfinite()).any(1).sum())
-    if broken:
+    if not all(x.isfinite() for x in features.aminmax()):  # a tenth of the time of all features
+        broken = int((~features.isfinite()).any(1).sum())
         raise SlideFileError(
             f"{broken} of {tiles} tiles have features that are NaN or too large for "
             f"{str(dtype).removeprefix('torch.')}: compute them again"
@@ -177,7 +177,7 @@ def _rows(found: Mapping[str, Any], names: Sequence[str]) -> Tensor:
     if not isinstance(rows, Tensor):
         array: np.ndarray[Any, Any] = rows
         try:
-            rows = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+            rows = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         except (AttributeError, TypeError):
             raise SlideFileError(f"has {names[0]} that are no numbers: write it anew") from None
     return rows[0] if rows.dim() == 3 and len(rows) == 1 else rows

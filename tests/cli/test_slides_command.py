@@ -156,7 +156,7 @@ def test_files_that_cannot_be_used_are_a_line_each(cohort):
         (["--pool=max"], "'max' is not one of 'cls', 'mean'"),
         (["--most-tiles=0"], "0 is not from 1 to"),
         (["--weights=no.pth"], "no.pth cannot be used: [Errno 2] No such file or directory"),
-        ([f"--weights={__file__}"], "test_slides_command.py cannot be used: Weights only load failed"),
+        ([f"--weights={__file__}"], "_command.py cannot be used: Weights only load failed"),
     ],
 )
 def test_bad_options_are_one_line(options, message, cohort):

@@ -57,7 +57,7 @@ def test_ranks_and_workers_do_the_same_and_what_is_trained_embeds_slides(demo):
     said = []
     for ranks, workers in ((0, 0), (2, 2)):
         out = demo / f"tuned by {ranks}"
-        options = ("--epochs=2", "--batch=4", f"--out={out}", f"--workers={workers}")
+        options = ("--epochs=1", "--batch=4", f"--out={out}", f"--workers={workers}")
         done = finetune(demo, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stdout)

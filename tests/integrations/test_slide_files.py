@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from ring_dilated_attention.integrations.slide_files import (
     SlideFileError,
@@ -13,6 +14,7 @@ from ring_dilated_attention.integrations.slide_files import (
     read_slide,
     slide_files,
 )
+from ring_dilated_attention.nn.slides import pack
 
 h5py = pytest.importorskip("h5py")
 
@@ -165,6 +167,10 @@ def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
     write(tmp_path / "damaged.h5", features=with_(np.nan))
     files = [*slide_files(tmp_path).values()]
     stream = SlideStream(files=files, most_tiles=5, tile_size=256)
+
+    def read(name):
+        return read_slide(tmp_path / f"{name}.h5", tile_size=256)
+
     found = [*stream.loader(workers)]
     errors = [each for each in found if isinstance(each, SlideFileError)]
     packs = [each for each in found if not isinstance(each, SlideFileError)]
@@ -176,3 +182,6 @@ def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
         for name, start, stop in zip(each.names, each.documents, each.documents[1:], strict=False):
             own = torch.tensor(FEATURES[: int(name) + 1])
             assert torch.equal(each.features[0, start:stop], own)
+    # Of a list of streams each is read by one process, whole.
+    (alone,) = DataLoader([stream], batch_size=None, collate_fn=list, num_workers=workers)
+    assert len(alone) == 1 + len([*pack(map(read, "012345"), 5, buffer=4)])

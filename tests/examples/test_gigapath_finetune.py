@@ -134,3 +134,23 @@ def test_scores():
     three = torch.eye(3)[[0, 1, 2, 2]]
     assert program.auc(three, torch.tensor([0, 1, 2, 2])) == 1
     assert program.balanced_accuracy(three, torch.tensor([0, 1, 2, 1])) == pytest.approx(2.5 / 3)
+
+
+@pytest.mark.slow
+def test_it_learns_a_label_that_depends_on_two_regions(tmp_path):
+    """By one of the regions alone the AUC is 0.75."""
+    done = run_program(EXAMPLES / "synthetic_tissue.py", [tmp_path, "--slides=128"], 0)
+    assert done.returncode == 0, done.stderr
+    program = example("gigapath_finetune")
+    cases = program.read_cases(tmp_path / "slides", tmp_path / "labels.csv")
+    torch.manual_seed(0)
+    encoder = SlideEncoder.from_gigapath(tmp_path / "slide_encoder.pth")
+    args = argparse.Namespace(
+        lr=1e-3, batch=16, seed=0, most_tiles=16_384, tile_size=None, workers=0
+    )
+    machine = program.Machine(0, 1, torch.device("cpu"))
+    trainer = program.Trainer(program.Classifier(encoder, 2), cases[:96], args, machine)
+    for epoch in range(6):
+        trainer.epoch(epoch)
+    labels = torch.tensor([case.label for case in cases[96:]])
+    assert program.auc(trainer.predict(cases[96:]), labels) > 0.9

@@ -4,6 +4,7 @@ With `GIGAPATH` in the environment, that is its own code; else the stand-in of `
 """
 
 import argparse
+from typing import Any
 
 import pytest
 import torch
@@ -41,16 +42,16 @@ def test_vectors_and_gradients_are_those_of_their_code(global_pool, packed):
     encoder = ours(model)
     given = [slide(tiles, seed=tiles) for tiles in SLIDES]
     given = [(x, where + torch.arange(where.shape[1])[:, None] % 256) for x, where in given]
-    wanted = [(model(*x)[0], *model(*x, all_layer_embed=True)) for x in given]
-    wanted = [torch.cat(each) for each in zip(*wanted, strict=True)]
+    alone = [(model(*x)[0], *model(*x, all_layer_embed=True)) for x in given]
+    wanted = [torch.cat(each) for each in zip(*alone, strict=True)]
     if packed:
         features, where = (torch.cat(each, 1) for each in zip(*given, strict=True))
         found = encoder(features, where, documents=[0, 40, 41, 64], all_layers=True)
         vectors = [found.cls, *found.layers]
     else:
-        alone = [encoder(*x, all_layers=True) for x in given]
-        vectors = [torch.cat([x.cls[:, 0] for x in alone])]
-        vectors += torch.cat([x.layers[:, :, 0] for x in alone], 1)
+        each = [encoder(*x, all_layers=True) for x in given]
+        vectors = [torch.cat([x.cls[:, 0] for x in each])]
+        vectors += torch.cat([x.layers[:, :, 0] for x in each], 1)
     for got, want in zip(vectors, wanted, strict=True):
         assert relative_error(got, want) < 1e-10
     loss_of(vectors).backward()
@@ -93,15 +94,16 @@ def test_shapes_follow_from_the_weights():
     config = ours(gigapath()).config
     assert (config.in_dim, config.num_layers) == (FEATURES, 2)
     state = gigapath().state_dict()
-    fields = {"num_heads": 4}
+    fields: dict[str, Any] = {"num_heads": 4}
     default = SlideEncoder.from_gigapath(state, **fields).config
     assert default.segment_lengths == SlideEncoderConfig().segment_lengths
     assert default.dilation_rates == SlideEncoderConfig().dilation_rates
     # As prov-gigapath's get_optimal_segment_length has them for its fine-tuning, and larger tiles.
-    for given, lengths in (
+    cases: list[tuple[dict[str, Any], Any]] = [
         ({"max_wsi_size": 250_000}, (1024, 4870, 23170, 110217, 524288)),
         ({"tile_size": 512}, (1024, 4096, 16384, 65536, 262144)),
-    ):
+    ]
+    for given, lengths in cases:
         config = SlideEncoder.from_gigapath(state, **fields, **given).config
         assert config.segment_lengths == lengths
         assert config.tile_size == given.get("tile_size", 256)

@@ -108,7 +108,7 @@ def backwards(length, ranks):
     return SequenceLayout([*([each] for each in others), [second, first]])
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "contiguous": lambda length, ranks: None,
     "zigzag": SequenceLayout.zigzag,
     "backwards": backwards,
@@ -224,6 +224,25 @@ def test_another_number_of_tiles_is_an_error_on_every_rank():
     first, second = run_loopback(2, run)
     assert "SlideEncoder was refused on other ranks: rank 1" in first
     assert "gives this rank 9 tiles beside the class tokens of 1 slides; got 8" in second
+
+
+def test_ranks_that_want_other_layers_are_refused():
+    (x,) = cohort([12])
+
+    def run(ends):
+        rows = slice(0, 6) if ends.rank == 0 else slice(6, 12)
+        with pytest.raises(
+            ValueError, match=r"shape is \(4, 1, 1, 32\) on rank 0, \(1, 1, 1, 32\)"
+        ):
+            encoder(pooling="mean")(
+                x.features[None, rows],
+                x.coordinates[None, rows],
+                group=ends,
+                layout=SequenceLayout.contiguous(13, 2),
+                all_layers=ends.rank == 0,
+            )
+
+    run_loopback(2, run)
 
 
 # --- packs

@@ -91,7 +91,7 @@ class LongNetViT(nn.Module):
     ):
         super().__init__()
         self.tile_size, self.global_pool = 256, global_pool
-        self.patch_embed = nn.Module()
+        self.patch_embed: Any = nn.Module()
         self.patch_embed.proj = nn.Linear(in_chans, WIDTH)
         self.cls_token = nn.Parameter(torch.empty(1, 1, WIDTH))
         self.pos_embed: torch.Tensor

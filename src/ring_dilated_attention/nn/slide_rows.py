@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +33,8 @@ class Packed(NamedTuple):
     counts: Tensor
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rows:
     """The rows of this rank. Each slide is a row of the batch; or slides are packed, in one row.
 
     Attributes:
@@ -172,8 +174,9 @@ def rows_of_pack(
     if known is None:  # while torch.compile traces: attention compares positions with the rows
         assert borders is not None
         slides = len(borders) - 1
-        given: Integers = borders + torch.arange(slides + 1)
-        own, cls, starts = torch.arange(slides), given[:-1], given
+        starts = borders + torch.arange(slides + 1)
+        own, cls = torch.arange(slides), starts[:-1]
+        given: Integers = starts
     else:
         given = [border + slide for slide, border in enumerate(known)]
         if world_size > 1 and layout is None:
@@ -207,7 +210,8 @@ def _rows_of_cls(
     layout: SequenceLayout | None,
 ) -> dict[int, int]:
     """The local row of each class token that a rank holds, by slide; slides start at `starts`."""
-    slides, total, ranges = len(documents) - 1, tiles, ((0, starts[-1]),)
+    slides, total = len(documents) - 1, tiles
+    ranges: tuple[tuple[int, int], ...] = ((0, starts[-1]),)
     if layout is not None:
         check_options(layout=layout)
         layout.check_ranks(world_size)

@@ -12,6 +12,7 @@ from ..documents import refuse_in_traces
 from ..exchange import (
     Exchange,
     Group,
+    Shared,
     agree,
     all_gather,
     exchange_named,
@@ -112,7 +113,7 @@ def sum_over_ranks(part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
     """The sum over ranks, with the same bits on every rank; its gradient is the sum of theirs.
 
     Args:
-        part: this rank's, the same shape on every rank.
+        part: this rank's; a `ValueError` on every rank unless all have the same shape.
         name: of the module that was called, for messages.
         group: the ranks; or this rank's end of it.
     """
@@ -123,14 +124,14 @@ def sum_over_ranks(part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, name: str, group: Group) -> torch.Tensor:
-        ctx.of = name, resolve_exchange(group)
-        total, ctx.number = _total(part, *ctx.of, "forward")
+        ctx.name, ctx.ends = name, resolve_exchange(group)
+        total, ctx.number = _total(part, name, ctx.ends, "forward")
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _total(gradient, *ctx.of, "backward", ctx.number)[0], None, None
+        return _total(gradient, ctx.name, ctx.ends, "backward", ctx.number)[0], None, None
 
 
 def _total(
@@ -138,7 +139,7 @@ def _total(
 ) -> tuple[torch.Tensor, int]:
     """The sum, and the number of the call."""
     with ends.calls.enter(name, direction, number) as scope:
-        settle(scope, ends, part.device)
+        settle(scope, ends, part.device, Shared.of({"shape": tuple(part.shape)}))
         total, *others = all_gather(ends, part)  # added in the order of ranks
     for other in others:
         total += other

@@ -13,18 +13,18 @@ BUDGET = {
     "cli": (1_295, 7),
     "decode": (1_630, 5),
     "draw": (740, 5),
-    "engine": (2_292, 9),
+    "engine": (2_313, 9),
     "exchange": (1_518, 7),
     "integrations": (3_385, 11),
     "kernels": (3_368, 10),
-    "nn": (3_838, 15),
+    "nn": (3_965, 16),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
-    "the root": (2_475, 11),
+    "the root": (2_623, 11),
     "tiles": (1_164, 6),
-    "torch_op": (1_100, 5),
+    "torch_op": (1_166, 5),
 }
-MOST_TESTS = 22_900
+MOST_TESTS = 22_950
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

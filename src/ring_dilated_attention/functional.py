@@ -234,7 +234,8 @@ def attention_received(
     Returns:
         (batch, heads, local_sequence), for each query head, at the positions of the keys; with sets
         (sets, batch, heads, local_sequence). float32, float64 for float64 inputs. Of bfloat16 or
-        float16 inputs, weights and the sums of a tile are rounded to these: 1% or 0.1% at most.
+        float16 inputs, weights and sums of tiles are rounded to these: 1% or 0.1% at most; weights
+        below 3e-8 are 0 in float16.
 
     Raises:
         TypeError, ValueError, ExchangeError, RuntimeError: as `dilated_attention`; DTensors are

@@ -1,6 +1,7 @@
 """Attention maps of a slide encoder, against the dense softmax of its layers."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn.slides import PackedSlides, Slide
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "exact": {},
     "gigapath": {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"},
     "chunks": {"chunk_rows": 7},

@@ -5,7 +5,7 @@ groups of tiles, into sums that `accumulate` adds up on a side stream, and `own_
 rows over several branches at once. `blocks` are zero-copy views, `device_tables` index tables.
 """
 
-from . import compute, own_rows
+from . import compute
 from .accumulate import Accumulator, autocast_dtype, kernels_on, merge_, row_sums
 from .blocks import readable, readable_in_backward
 from .compute import BACKWARD_WORKSPACE, TileCall, merge_sink, merge_zero_keys
@@ -27,7 +27,6 @@ __all__ = [
     "merge_",
     "merge_sink",
     "merge_zero_keys",
-    "own_rows",
     "readable",
     "readable_in_backward",
     "ring_backward",

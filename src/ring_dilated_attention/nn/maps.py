@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..functional import attention_received
-from .attention import MultiheadDilatedAttention
 from .heads import slice_of_heads
 from .slide_rows import Rows
+
+_UNIT = 2.0**10
+"""Weights of a rollout, often 1e-5 and less, times this are numbers that float16 has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +52,10 @@ class MapRecorder:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._layers: list[tuple[MultiheadDilatedAttention, Tensor, Tensor, Tensor]] = []
+        self._layers: list[tuple[Any, Tensor, Tensor, Tensor]] = []
 
-    def attend(
-        self, attention: MultiheadDilatedAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """`MultiheadDilatedAttention.attend`.
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend as the `MultiheadDilatedAttention` of a layer does.
 
         Raises:
             ValueError: the rank has some of the heads.
@@ -65,6 +65,7 @@ class MapRecorder:
                 "maps=True needs all heads on each rank; got "
                 f"{query.shape[2]} of {attention.num_heads}: share slides by group=, not heads"
             )
+        out: Tensor
         out, lse = attention.attend(query, key, value, return_lse=True, **self._options)
         self._layers.append((attention, query, key, lse))
         return out
@@ -81,7 +82,7 @@ class MapRecorder:
         found, rollout = [], cls
         while self._layers:
             attention, query, key, lse = self._layers.pop()
-            queries = torch.stack((torch.ones_like(cls), cls, rollout))
+            queries = torch.stack((torch.ones_like(cls), cls, _UNIT * rollout))
             *sums, of_rollout = attention_received(
                 query,
                 key,
@@ -95,7 +96,7 @@ class MapRecorder:
                 **self._options,
             )
             found.append(torch.stack(sums))
-            rollout = (of_rollout.mean(1) + rollout) / 2
+            rollout = (of_rollout.mean(1) / _UNIT + rollout) / 2
         received, from_cls = torch.stack(found[::-1], 1)
         return AttentionMaps(
             *(rows.of_tiles(x.movedim(-1, 1)).movedim(1, -1) for x in (received, from_cls, rollout))

@@ -434,12 +434,14 @@ def _received(
             (dvalue,) = _by_rows(ring_received, tensors, named, ends, resolved)
             for column, (member, w) in enumerate(some):
                 found[w, :, :, :, member] = dvalue[..., column]
-        return found.flatten(3).transpose(2, 3).contiguous()
+        by_head: torch.Tensor = found.flatten(3).transpose(2, 3).contiguous()
+        return by_head
 
 
 def _fake_received(query: torch.Tensor, *inputs: Any) -> torch.Tensor:
     lse, weights = inputs[1:3]
-    return lse.new_empty(len(weights), *lse.shape)
+    found: torch.Tensor = lse.new_empty(len(weights), *lse.shape)
+    return found
 
 
 implement(_library, RECEIVED, _received, _fake_received)

@@ -183,5 +183,6 @@ def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
             own = torch.tensor(FEATURES[: int(name) + 1])
             assert torch.equal(each.features[0, start:stop], own)
     # Of a list of streams each is read by one process, whole.
-    (alone,) = DataLoader([stream], batch_size=None, collate_fn=list, num_workers=workers)
+    streams: Any = [stream]
+    (alone,) = DataLoader(streams, batch_size=None, collate_fn=list, num_workers=workers)
     assert len(alone) == 1 + len([*pack(map(read, "012345"), 5, buffer=4)])

@@ -1,174 +1,255 @@
-"""Fine-tune Prov-GigaPath's slide encoder on slides of a folder, each on all GPUs.
+"""Fine-tune Prov-GigaPath's slide encoder on the slides of a folder, many slides in each step.
 
-    python examples/gigapath_finetune.py SLIDES labels.csv                              # one GPU
-    torchrun --nproc-per-node 4 examples/gigapath_finetune.py SLIDES labels.csv         # four
+    python examples/gigapath_finetune.py SLIDES labels.csv --weights slide_encoder.pth --out tuned
+    torchrun --nproc-per-node 4 examples/gigapath_finetune.py SLIDES labels.csv ...  # on 4 GPUs
 
-SLIDES holds one file per slide, with the features of its tiles (tiles, in_dim) and their pixel
-coordinates (tiles, 2): `.h5` with "features" and "coords", as prov-gigapath and TRIDENT write them,
-or `.npz` or `.pt` (a dict) with the same names. labels.csv has the columns slide_id, the name of
-the file without its ending, and label, an int from 0 on.
+SLIDES holds a file of TRIDENT's or CLAM's for each slide, with the features of its tiles and their
+coordinates. labels.csv has the columns slide_id, the name of the file without its ending, and
+label, an int from 0 on; with a column patient_id, all slides of a patient are in one fold.
 
-`--out FILE` keeps the weights of encoder and head, for `load_state_dict`. `--weights` is what
-prov-gigapath's `create_model` takes: "hf_hub:prov-gigapath/prov-gigapath", a file, or "" for random
-weights. `--compare` trains a second copy on each process alone, without
-dropout, and exits with code 1 if the two differ.
+Each fold is tested once, by a model that was trained on the others but one, whose AUC says when to
+stop. Prints AUC and balanced accuracy of every fold. `--out DIR` keeps predictions.csv and the
+weights of each fold, which `rda slides --weights` takes. Slides to try it with, and an encoder:
+examples/synthetic_tissue.py.
 """
 
 import argparse
-import copy
 import csv
 import os
+import random
 import sys
-from contextlib import nullcontext
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from ring_dilated_attention.integrations.gigapath import shard_slide_encoder
-
-MOST_DIFFERENCE = {"cpu": 1e-4, "cuda": 5e-2}  # of losses, after steps that round differently
-READERS = (".h5", ".npz", ".pt")
-
-
-# --8<-- [start:read]
-def read_slide(path: Path) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Features (1, tiles, in_dim), coordinates (1, tiles, 2), and pixels of a tile, if written."""
-    names, written = ("features", "coords"), {}
-    if path.suffix == ".h5":
-        import h5py
-
-        with h5py.File(path) as file:
-            found = {name: file[name][:] for name in names if name in file}
-            written = dict(file["coords"].attrs) if "coords" in file else {}
-    elif path.suffix == ".npz":
-        with np.load(path) as file:
-            found = {name: file[name] for name in names if name in file}
-    else:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    if not {*names} <= found.keys():
-        sys.exit(f"{path} must have 'features' and 'coords'; got {[*found]}: rename what it has")
-    features, coordinates = (_of_tiles(found[name]) for name in names)
-    if features.dim() != 2 or coordinates.shape != (len(features), 2):
-        shapes = f"{tuple(features.shape)} and {tuple(coordinates.shape)}"
-        sys.exit(f"{path} must have features (tiles, in_dim) and coords (tiles, 2); got {shapes}")
-    tile_size = written.get("patch_size_level0")  # TRIDENT's
-    if tile_size is None and "patch_size" in written:  # CLAM's, in pixels of its patch_level
-        if written.get("patch_level") != 0:
-            sys.exit(f"{path} has a patch_size, not of level 0: write patch_size_level0 to coords")
-        tile_size = written["patch_size"]
-    return features[None].float(), coordinates[None], None if tile_size is None else int(tile_size)
+from ring_dilated_attention.integrations.slide_files import (
+    SlideFileError,
+    SlideStream,
+    slide_files,
+)
+from ring_dilated_attention.nn import SlideEncoder
+from ring_dilated_attention.nn.slides import PackedSlides
 
 
-def _of_tiles(rows) -> torch.Tensor:
-    """Rows (tiles, ...) as a tensor: torch takes no big-endian arrays."""
-    if isinstance(rows, np.ndarray):
-        rows = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("=")))
-    return rows[0] if rows.dim() == 3 and len(rows) == 1 else rows
+@dataclass(frozen=True)
+class Case:
+    """A slide with a label."""
+
+    path: Path
+    label: int
+    patient: str
 
 
-# --8<-- [end:read]
-
-
-def slides_of(folder: Path, labels: Path) -> list[tuple[Path, int]]:
-    """The files of the slides that have a label, in the order of the labels."""
-    if not folder.is_dir() or not labels.is_file():
-        sys.exit(f"SLIDES must be a folder and labels.csv a file; got {folder} and {labels}")
-    files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in READERS}
+def read_cases(folder: Path, labels: Path) -> list[Case]:
+    """The slides of a folder that have a label, in the order of the labels."""
+    files = slide_files(folder)
     with labels.open(newline="") as file:
         table = csv.DictReader(file)
         if not {"slide_id", "label"} <= {*(table.fieldnames or ())}:
             sys.exit(f"{labels} must have the columns slide_id and label; got {table.fieldnames}")
-        rows = [(row["slide_id"], _label(row["label"])) for row in table]
-    missing = [name for name, _ in rows if name not in files]
-    if missing or not rows:
-        listed = ", ".join(missing[:10]) or "any slide"
-        sys.exit(f"{folder} has no {' or '.join(READERS)} file for {listed} of {labels}")
-    return [(files[name], label) for name, label in rows]
+        rows = list(table)
+    wrong = [row["label"] for row in rows if not row["label"].isdecimal()]
+    missing = [row["slide_id"] for row in rows if row["slide_id"] not in files]
+    if wrong or missing or not rows:
+        sys.exit(
+            f"{labels}: a label must be an int from 0 on; got {wrong[0]!r}"
+            if wrong
+            else f"{folder} has no file for {', '.join(missing[:9]) or 'any slide'} of {labels}"
+        )
+    return [
+        Case(files[row["slide_id"]], int(row["label"]), row.get("patient_id") or row["slide_id"])
+        for row in rows
+    ]
 
 
-def _label(text: str) -> int:
-    if not text.isdecimal():
-        sys.exit(f"a label must be an int from 0 on; got {text!r}")
-    return int(text)
+# --8<-- [start:folds]
+def deal(cases: list[Case], folds: int, seed: int) -> list[list[Case]]:
+    """Folds with as many patients of each label; all slides of a patient are in one of them."""
+    patients: dict[str, list[Case]] = {}
+    for case in cases:
+        patients.setdefault(case.patient, []).append(case)
+    order = list(patients.values())
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda slides: slides[0].label)
+    return [[case for slides in order[fold::folds] for case in slides] for fold in range(folds)]
+
+
+# --8<-- [end:folds]
 
 
 # --8<-- [start:model]
 class Classifier(nn.Module):
-    """A linear layer on the embedding of a slide."""
+    """A linear layer on the vector of a slide."""
 
-    def __init__(self, slide_encoder: nn.Module, classes: int) -> None:
+    def __init__(self, encoder: SlideEncoder, classes: int) -> None:
         super().__init__()
-        self.slide_encoder = slide_encoder
-        self.head = nn.Linear(slide_encoder.norm.normalized_shape[0], classes)
+        self.encoder = encoder
+        self.head = nn.Linear(encoder.config.embed_dim, classes)
 
-    def forward(self, features: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
-        """Logits (1, classes)."""
-        (embedding,) = self.slide_encoder(features, coordinates)
-        return self.head(embedding)
-
-
-def make_classifier(args: argparse.Namespace, in_dim: int, classes: int) -> Classifier:
-    """Prov-GigaPath's model, by its own code, and a head."""
-    dropout = {} if not args.compare else {"dropout": 0.0, "drop_path_rate": 0.0}
-    with np.printoptions(legacy="1.25"):  # its code evaluates a list of numpy's ints as text
-        from gigapath.slide_encoder import create_model
-
-        encoder = create_model(
-            args.weights, args.arch, in_dim, global_pool=args.global_pool, **dropout
+    def forward(self, pack: PackedSlides) -> Tensor:
+        """Logits (slides, classes) of packed slides."""
+        encoded = self.encoder(
+            pack.features, pack.coordinates, documents=pack.documents, tile_size=pack.tile_size
         )
-    return Classifier(encoder, classes)
+        return self.head(encoded.cls)
 
 
 # --8<-- [end:model]
 
 
-def autocast(device: torch.device):
-    """Half precision on a GPU: bfloat16, or float16 on those that have no fast bfloat16."""
-    if device.type != "cuda":
-        return nullcontext()
-    fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.autocast("cuda", torch.bfloat16 if fast else torch.float16)
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs: this rank of how many, and its device."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16 on GPUs that have it in hardware, else float32."""
+        fast = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        return torch.bfloat16 if fast else torch.float32
+
+    def autocast(self):
+        """A context of that dtype."""
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Trainer:
-    """A model in training, on one process or under DDP, which averages gradients over ranks."""
+    """A classifier in training on all ranks: each has a share of the slides of every step."""
 
-    def __init__(self, model: Classifier, group, device: torch.device, lr: float) -> None:
-        self.whole, self.encoder, self.device = model, model.slide_encoder, device
-        self.tile_size = self.encoder.tile_size  # of slides whose files do not say theirs
-        # --8<-- [start:shard]
-        shard_slide_encoder(model, group=group)  # without a group: its attention alone
-        self.model = model.to(device)
-        if group is not None:
-            # Its table of embedded positions is 3 GB: not to be sent at every step.
-            self.model = DistributedDataParallel(
-                model, process_group=group, broadcast_buffers=False
-            )
-        # --8<-- [end:shard]
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+    def __init__(self, model: Classifier, train: list[Case], args, machine: Machine) -> None:
+        self.model, self.args, self.machine = model.to(machine.device), args, machine
+        self.train, self.label = train, {case.path.stem: case.label for case in train}
+        counts = Counter(self.label.values())
+        weights = [len(train) / (len(counts) * counts[c]) if counts[c] else 0.0
+                   for c in range(model.head.out_features)]  # fmt: skip
+        self.weights = torch.tensor(weights).to(model.head.weight)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
 
     # --8<-- [start:step]
-    def step(self, path: Path, label: int) -> float:
-        """One step on one slide, the same on every rank; returns the loss."""
-        features, coordinates, tile_size = read_slide(path)
-        self.encoder.tile_size = tile_size or self.tile_size
-        with autocast(self.device):
-            logits = self.model(features.to(self.device), coordinates.to(self.device))
-        target = torch.tensor([label], device=self.device)
-        loss = F.cross_entropy(logits.float(), target)
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    def gradients(self, packs: list[PackedSlides], slides: list[str]) -> float:
+        """Add the gradients of the loss of some slides, of which this rank has packs."""
+        total = sum(self.weights[self.label[name]] for name in slides)
+        loss = self.weights.new_zeros(())
+        for pack in packs:
+            labels = torch.tensor([self.label[name] for name in pack.names])
+            with self.machine.autocast():
+                logits = self.model(pack.to(self.machine.device, non_blocking=True))
+            logits, labels = logits.to(self.weights), labels.to(logits.device)
+            each = F.cross_entropy(logits, labels, self.weights, reduction="sum")
+            (each / total).backward()
+            loss += each.detach() / total
+        if self.machine.ranks > 1:
+            for parameter in self.model.parameters():  # of ranks without slides, too
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+            dist.all_reduce(loss)
         return loss.item()
 
     # --8<-- [end:step]
+
+    def epoch(self, number: int) -> float:
+        """A step for each batch of slides, in a new order; returns the mean loss."""
+        self.model.train()
+        order = random.Random(f"{self.args.seed} {number}").sample(self.train, len(self.train))
+        size = self.args.batch
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        own = [[case.path for case in batch[self.machine.rank :: self.machine.ranks]]
+               for batch in batches]  # fmt: skip
+        total = 0.0
+        for batch, packs in zip(batches, self.read(own), strict=True):
+            self.optimizer.zero_grad()
+            total += self.gradients(packs, [case.path.stem for case in batch])
+            self.optimizer.step()
+        return total / len(batches)
+
+    def read(self, batches: list[list[Path]]):
+        """The packs of each batch; ends the program where a file cannot be used."""
+        options = {
+            "most_tiles": self.args.most_tiles,
+            "tile_size": self.args.tile_size,
+            "in_dim": self.model.encoder.config.in_dim,
+            "dtype": self.machine.dtype,
+        }
+        streams = [SlideStream(files=files, **options) for files in batches]
+        # list() reads the packs of a batch, in one of the workers.
+        where = {"num_workers": self.args.workers, "pin_memory": self.machine.device.type == "cuda"}
+        for packs in DataLoader(streams, batch_size=None, collate_fn=list, **where):
+            for each in packs:
+                if isinstance(each, SlideFileError):
+                    sys.exit(str(each))
+            yield packs
+
+    @torch.no_grad()
+    def predict(self, cases: list[Case]) -> Tensor:
+        """Probabilities (slides, classes), on the CPU."""
+        self.model.eval()
+        own = [case.path for case in cases[self.machine.rank :: self.machine.ranks]]
+        found = {}
+        for packs in self.read([own[first : first + 16] for first in range(0, len(own), 16)]):
+            for pack in packs:
+                with self.machine.autocast():
+                    logits = self.model(pack.to(self.machine.device, non_blocking=True))
+                found |= dict(zip(pack.names, logits.float().softmax(1).cpu(), strict=True))
+        if self.machine.ranks > 1:
+            shares = [None] * self.machine.ranks
+            dist.all_gather_object(shares, found)
+            found = {name: row for share in shares for name, row in share.items()}
+        return torch.stack([found[case.path.stem] for case in cases])
+
+
+# --8<-- [start:scores]
+def auc(probabilities: Tensor, labels: Tensor) -> float:
+    """Area under the ROC curve; of several classes the mean of each against the rest."""
+    areas = []
+    for number, scores in enumerate(probabilities.double().T):
+        has, others = scores[labels == number], scores[labels != number]
+        if len(has) and len(others):
+            above, ties = has[:, None] > others, has[:, None] == others
+            areas.append((above.double() + ties.double() / 2).mean().item())
+    return sum(areas) / len(areas) if areas else float("nan")
+
+
+def balanced_accuracy(probabilities: Tensor, labels: Tensor) -> float:
+    """The share of slides that are right, averaged over the classes."""
+    right = (probabilities.argmax(1) == labels).double()
+    return torch.stack([right[labels == c].mean() for c in labels.unique()]).mean().item()
+
+
+# --8<-- [end:scores]
+
+
+def train_fold(model: Classifier, folds: list[list[Case]], fold: int, args, machine: Machine):
+    """Train until the AUC of the next fold no longer rises; returns the best trainer, its epoch."""
+    stop = (fold + 1) % len(folds)
+    train = [case for i, cases in enumerate(folds) if i not in (fold, stop) for case in cases]
+    trainer = Trainer(model, train, args, machine)
+    labels = torch.tensor([case.label for case in folds[stop]])
+    best, rose, at, state = (-1.0, 0.0), 0, 0, {}
+    for epoch in range(args.epochs):
+        loss = trainer.epoch(epoch)
+        found = trainer.predict(folds[stop])
+        score = auc(found, labels), -F.nll_loss(found.log(), labels).item()
+        if machine.rank == 0:
+            print(f"fold {fold}, epoch {epoch}: loss {loss:.4f}, AUC to stop by {score[0]:.3f}")
+        rose = epoch if score[0] > best[0] else rose
+        if score > best:  # of equal AUCs the lower loss
+            best, at, state = score, epoch, deepcopy(model.state_dict())
+        if epoch - rose >= args.patience:
+            break
+    model.load_state_dict(state or model.state_dict())
+    return trainer, at
 
 
 def arguments() -> argparse.Namespace:
@@ -176,57 +257,70 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("slides", type=Path, help="folder of .h5, .npz or .pt files")
     parser.add_argument("labels", type=Path, help="CSV file of slide_id and label")
-    parser.add_argument("--weights", default="hf_hub:prov-gigapath/prov-gigapath")
-    parser.add_argument("--arch", default="gigapath_slide_enc12l768d")
-    parser.add_argument(
-        "--global-pool", action="store_true", help="mean of the tiles, no class token"
-    )
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--out", type=Path, help="a file for the trained weights")
-    parser.add_argument("--compare", action="store_true", help="with one process")
+    parser.add_argument("--weights", required=True, type=Path, help="slide_encoder.pth")
+    parser.add_argument("--pool", choices=("cls", "mean"), default="cls")
+    parser.add_argument("--folds", type=int, default=5, help="at least 3")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--patience", type=int, default=5, help="epochs without a higher AUC")
+    parser.add_argument("--batch", type=int, default=16, help="slides of a step, of all ranks")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--most-tiles", type=int, default=16_384, help="at once on a GPU")
+    parser.add_argument("--tile-size", type=float, help="of files that do not say it")
+    parser.add_argument("--workers", type=int, default=4, help="processes that read files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for predictions.csv and weights")
     return parser.parse_args()
 
 
 def main() -> list[float]:
-    """Train; return the mean loss of every epoch."""
+    """Train and test every fold; return the AUCs."""
     args = arguments()
-    sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1  # torchrun sets it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if sharded:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    group = dist.group.WORLD if sharded else None
-    first = not sharded or dist.get_rank() == 0
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if ranks > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    machine = Machine(dist.get_rank() if ranks > 1 else 0, ranks, device)
 
-    slides = slides_of(args.slides, args.labels)
-    classes = 1 + max(label for _, label in slides)
-    torch.manual_seed(0)  # equal weights on every rank
-    model = make_classifier(args, read_slide(slides[0][0])[0].shape[2], classes)
-    trainers = [Trainer(copy.deepcopy(model), None, device, args.lr)] if args.compare else []
-    trainers.append(Trainer(model, group, device, args.lr))
-
-    losses, worst = [], 0.0
-    for epoch in range(args.epochs):
-        total = 0.0
-        for path, label in slides:
-            found = [trainer.step(path, label) for trainer in trainers]
-            total += found[-1]
-            worst = max(worst, abs(found[-1] - found[0]) / max(found[0], 1e-3))
-        losses.append(total / len(slides))
-        if first:
-            print(f"epoch {epoch}: mean loss {losses[-1]:.4f}")
-    if first and args.out is not None:
-        torch.save(trainers[-1].whole.state_dict(), args.out)
-        print(f"wrote {args.out}")
-    if first and args.compare:
-        print(f"largest relative difference of a loss from one process: {worst:.1e}")
-    if sharded:
+    folds = deal(read_cases(args.slides, args.labels), args.folds, args.seed)
+    if args.folds < 3 or not all(folds):
+        sys.exit(f"--folds must be from 3 to the number of patients; got {args.folds}")
+    classes = 1 + max(case.label for cases in folds for case in cases)
+    rows, aucs, accuracies = [], [], []
+    for fold, cases in enumerate(folds):
+        torch.manual_seed(args.seed)  # equal heads on every rank
+        encoder = SlideEncoder.from_gigapath(args.weights, global_pool=args.pool == "mean")
+        model = Classifier(encoder, classes)
+        trainer, epoch = train_fold(model, folds, fold, args, machine)
+        found = trainer.predict(cases)
+        labels = torch.tensor([case.label for case in cases])
+        aucs.append(auc(found, labels))
+        accuracies.append(balanced_accuracy(found, labels))
+        rows += [
+            (case.path.stem, fold, case.label, *(f"{x:.4f}" for x in row.tolist()))
+            for case, row in zip(cases, found, strict=True)
+        ]
+        if machine.rank == 0:
+            print(
+                f"fold {fold}: AUC {aucs[-1]:.3f}, balanced accuracy {accuracies[-1]:.3f} "
+                f"(epoch {epoch})"
+            )
+            if args.out is not None:
+                args.out.mkdir(parents=True, exist_ok=True)
+                tuned = {"model": encoder.to_gigapath(), "head": model.head.state_dict()}
+                torch.save(tuned, args.out / f"fold{fold}.pth")
+    if machine.rank == 0:
+        for name, values in (("AUC", aucs), ("balanced accuracy", accuracies)):
+            spread = torch.tensor(values).std().item()
+            print(f"{name} of {len(folds)} folds: {sum(values) / len(values):.3f} ± {spread:.3f}")
+        if args.out is not None:
+            with (args.out / "predictions.csv").open("w", newline="") as file:
+                heading = ["slide_id", "fold", "label", *(f"class_{c}" for c in range(classes))]
+                csv.writer(file).writerows([heading, *rows])
+    if ranks > 1:
         dist.destroy_process_group()
-    if not worst <= MOST_DIFFERENCE[device.type]:  # NaN, too
-        sys.exit("sharded training differs from one process")
-    return losses
+    return aucs
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -19,6 +20,7 @@ from ring_dilated_attention.draw import (
     draw_cache,
     draw_exchange,
     draw_mask,
+    draw_tiles,
     draw_timeline,
     draw_work,
     save,
@@ -232,3 +234,16 @@ def test_figures_of_the_docs_are_drawn_the_same_again(figures, name, tmp_path):
     again = (tmp_path / "again.svg").read_bytes()
     save(figures.FIGURES[name](STYLES["light"]), tmp_path / "more.svg", transparent=True)
     assert again == (tmp_path / "more.svg").read_bytes()
+
+
+def test_tiles_are_drawn_where_they_are():
+    """Tiles of 100 that overlap none, at 3 of the 8 cells of a grid."""
+    coordinates = np.array([[700, 50], [1000, 50], [800, 150]])
+    axes = draw_tiles(coordinates, np.array([0.0, 1.0, 2.0]), 100.0, title="slide", note="scores")
+    (image,) = axes.images
+    assert tuple(image.get_extent()) == (700, 1100, 250, 50)  # y points down
+    grid: Any = np.ma.filled(image.get_array(), np.nan)  # type: ignore[arg-type]
+    assert np.array_equal(grid, [[0, np.nan, np.nan, 1], [np.nan, 2, np.nan, np.nan]], True)
+    assert len(axes.figure.axes) == 2  # the colour bar's, too
+    (single,) = draw_tiles(np.array([[5, 5]]), np.array([3.0]), 256.0).images
+    assert tuple(single.get_extent())[:2] == (5, 261)

@@ -88,6 +88,7 @@ HAS_ITS_OWN_TEST = {
     "finetune_llama",
     "gigapath_finetune",
     "ring_in_one_page",
+    "synthetic_tissue",
     "torchtitan_llama",
     "train_longnet",
 }

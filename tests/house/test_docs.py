@@ -40,6 +40,7 @@ PUBLIC = [
         for module in (
             "context_parallel",
             "gigapath",
+            "slide_files",
             "tensor_parallel",
             "torchscale",
             "torchtitan",

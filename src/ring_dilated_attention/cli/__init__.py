@@ -13,19 +13,19 @@ import sys
 def _end_without_extra(error: ModuleNotFoundError) -> None:
     """End with one line where a package of the extra `cli` is missing."""
     missing = (error.name or "").partition(".")[0]
-    if missing in ("typer", "rich", "matplotlib"):
+    if missing in ("typer", "rich", "matplotlib", "h5py"):
         sys.exit(f'rda needs {missing}: pip install "ring-dilated-attention[cli]"')
 
 
 try:
-    from . import plan, draw, run  # isort: skip  # in the order of the help
+    from . import slides, plan, draw, run  # isort: skip  # in the order of the help
     from . import common
     from .common import app
 except ModuleNotFoundError as error:
     _end_without_extra(error)
     raise
 
-__all__ = ["app", "common", "draw", "main", "plan", "run"]
+__all__ = ["app", "common", "draw", "main", "plan", "run", "slides"]
 
 
 def main() -> None:

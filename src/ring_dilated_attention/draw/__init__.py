@@ -2,6 +2,7 @@
 
 `draw_mask`, `draw_exchange`, `draw_work`, `draw_timeline` and `draw_cache` draw with matplotlib, in
 a new figure or in axes that they are given, in the colours of a `Style`; `save` writes a figure.
+`draw_tiles` draws scores of the tiles of a slide.
 `new_figure`, `dress`, `set_titles` and `add_key` give other figures the same look. matplotlib is
 imported when it is used.
 """
@@ -9,6 +10,7 @@ imported when it is used.
 from .mask import By, draw_cache, draw_mask, mask_key
 from .ranks import TIMELINE_KEY, draw_exchange, draw_timeline, draw_work
 from .style import STYLES, Style, add_key, dress, new_figure, save, set_titles
+from .tiles import draw_tiles
 
 __all__ = [
     "STYLES",
@@ -19,6 +21,7 @@ __all__ = [
     "draw_cache",
     "draw_exchange",
     "draw_mask",
+    "draw_tiles",
     "draw_timeline",
     "draw_work",
     "dress",

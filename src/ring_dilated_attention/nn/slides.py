@@ -21,12 +21,14 @@ class Slide:
         features: shape (tiles, in_dim), floating; there may be no tiles.
         coordinates: where the tiles are, shape (tiles, 2), integers, float32 or float64.
         tile_size: side of a tile in units of the coordinates. Default 256.
+        magnification: of the image that the tiles were cut from, 20 for 20x; None: not known.
     """
 
     name: str
     features: Tensor
     coordinates: Tensor
     tile_size: float = 256.0
+    magnification: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class PackedSlides:
         documents: borders of the slides in tiles, (0, ..., tiles).
         names: of the slides.
         tile_size: of each slide, in units of its coordinates.
+        magnification: of each slide.
     """
 
     features: Tensor
@@ -46,6 +49,7 @@ class PackedSlides:
     documents: tuple[int, ...]
     names: tuple[str, ...]
     tile_size: tuple[float, ...]
+    magnification: tuple[float | None, ...]
 
     @classmethod
     def of(cls, slides: Sequence[Slide]) -> PackedSlides:
@@ -73,6 +77,7 @@ class PackedSlides:
             documents=tuple(accumulate((len(x.features) for x in slides), initial=0)),
             names=tuple(x.name for x in slides),
             tile_size=tuple(x.tile_size for x in slides),
+            magnification=tuple(x.magnification for x in slides),
         )
 
     def to(
@@ -93,6 +98,12 @@ class PackedSlides:
             self,
             features=self.features.to(device, dtype, non_blocking=non_blocking),
             coordinates=self.coordinates.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> PackedSlides:
+        """The same slides in pinned memory: torch's `DataLoader` calls it."""
+        return replace(
+            self, features=self.features.pin_memory(), coordinates=self.coordinates.pin_memory()
         )
 
 

@@ -10,21 +10,21 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 BUDGET = {
     "bench": (812, 4),
     "checks": (1_473, 6),
-    "cli": (1_007, 6),
+    "cli": (1_295, 7),
     "decode": (1_630, 5),
-    "draw": (675, 4),
-    "engine": (2_293, 9),
+    "draw": (737, 5),
+    "engine": (2_314, 9),
     "exchange": (1_518, 7),
-    "integrations": (3_163, 10),
+    "integrations": (3_392, 11),
     "kernels": (3_447, 10),
-    "nn": (3_264, 12),
+    "nn": (4_011, 16),
     "parallel": (1_029, 4),
     "plan": (3_007, 9),
-    "the root": (2_475, 11),
-    "tiles": (1_164, 6),
-    "torch_op": (1_132, 6),
+    "the root": (2_623, 11),
+    "tiles": (1_179, 6),
+    "torch_op": (1_240, 6),
 }
-MOST_TESTS = 22_000
+MOST_TESTS = 23_300
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

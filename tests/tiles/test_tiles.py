@@ -222,12 +222,12 @@ def test_bands_that_torchs_flash_kernel_takes():
     others = 0
     for queries, keys in product(range(1, 7), repeat=2):
         pairs = {(i, j) for i in range(queries) for j in range(keys)}
-        for band in product(range(-7, 8), repeat=2):
-            seen = {(i, j) for i, j in pairs if band[0] <= j - i <= band[1]}
+        for low, high in product(range(-7, 8), repeat=2):
+            seen = {(i, j) for i, j in pairs if low <= j - i <= high}
             if not all(len({pair[x] for pair in seen}) == n for x, n in enumerate((queries, keys))):
                 continue  # the plan trims tiles
             q, k = (torch.empty(1, 1, rows, 8) for rows in (queries, keys))
-            tile = TileInputs(q, k, k, False, 1.0, band=band)
+            tile = TileInputs(q, k, k, False, 1.0, band=(low, high))
             if sdpa.flash_takes(tile):
                 assert seen_by_flash(queries, keys, *tile.sides(2)) == seen
             others += seen_by_flash(queries, keys, *tile.sides(2)) != seen

@@ -188,6 +188,17 @@ def test_packs_compile_once():
     assert counter.frame_count == 2
 
 
+def test_packs_compile_as_they_are_made():
+    """Their borders and tile sizes are tuples of numbers."""
+    model, features, where = slides()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for documents in ((0, 5, 14, 36), (0, 7, 20)):
+        given = features[:1, : documents[-1]], where[:1, : documents[-1]]
+        numbers = {"documents": documents, "tile_size": (256.0,) * (len(documents) - 1)}
+        found, want = (x(*given, **numbers).cls for x in (compiled, model))
+        assert relative_error(found.detach(), want.detach()) < FLOAT64
+
+
 @pytest.mark.slow
 def test_what_one_rank_refuses_is_an_error_on_every_rank(on_ranks):
     """A compiled rank waits in its graph for one that does not get that far."""

@@ -243,7 +243,7 @@ def sizes_of_tiles(
     """Sides of tiles, float64: (1,), the same for all slides, or (slides,)."""
     given = default if tile_size is None else tile_size
     sizes = torch.as_tensor(given, dtype=torch.float64)
-    fits = sizes.shape in ((), (slides,))
+    fits = sizes.dim() == 0 or (sizes.dim() == 1 and len(sizes) == slides)
     if not (fits and (torch.compiler.is_compiling() or bool((sizes > 0).all()))):
         raise ValueError(
             f"tile_size must be a number above 0, or one for each of {slides} slides; got {given}"

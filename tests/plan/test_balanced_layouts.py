@@ -19,6 +19,7 @@ def packing(seed: int, length: int = 131_072) -> list[int]:
     return borders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 8, 17, 64])
 def test_ranks_have_as_much_work_and_about_as_many_positions(world_size):
     patterns = DilatedPattern.dense(), DilatedPattern([2048, 8192, None], [1, 4, 16])

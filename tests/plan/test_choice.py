@@ -130,6 +130,7 @@ def split_of_call(case, ends):
     return resolve(flat, query, ends).heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_ranks_agree_and_results_are_exact(world_size):
     draw, taken = random.Random(10 * world_size), []

@@ -26,8 +26,8 @@ class TileInputs(NamedTuple):
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
     i. With `band`, row i sees the keys j with ``band[0] <= j - i <= band[1]``, and every row and
     every key is in such a pair: back ends that do not `takes_bands` are given none. With `softcap`
-    c, a score s is c * tanh(s / c), likewise. `memo` is where a back end keeps what it knows of
-    tiles of these shapes, strides, dtypes, device and options; None: nowhere.
+    c, a score s is c * tanh(s / c), likewise. `memo` is a back end's cache for tiles of these
+    shapes, strides, dtypes, device and options; None: there is no cache.
     """
 
     q: torch.Tensor

@@ -175,11 +175,10 @@ def dilated_attention(
             detached = given.branch_gradients == "detached" and pattern.mixes_branches
             validate_sink(sink, query, detached=detached)
         packed = documents, lengths, key_padding_mask
-        flat, *traced = _in_plain_types(query, key, pattern, given, *packed)
         gradients = torch.is_grad_enabled() and any(
             x.requires_grad for x in (query, key, value, sink) if x is not None
         )
-        flat = flat._replace(needs_gradients=gradients)
+        flat, *traced = _in_plain_types(query, key, pattern, given, *packed, gradients=gradients)
     except Exception as failure:
         tell_ranks(failure, group, query)
         raise
@@ -318,8 +317,10 @@ def _in_plain_types(
     documents: Integers | None,
     lengths: Integers | None,
     mask: torch.Tensor | None,
+    *,
+    gradients: bool = False,
 ) -> tuple[FlatOptions, torch.Tensor | None, torch.Tensor | None]:
-    """What an operator takes of a call without gradients, and its lengths and documents if traced.
+    """What an operator takes of a call, and its lengths and documents if they are traced.
 
     Raises:
         TypeError, ValueError: the sequence is empty, or an argument does not fit.
@@ -335,7 +336,7 @@ def _in_plain_types(
         key.shape[2],
         documents=known_documents,
         lengths=known_lengths,
-        needs_gradients=False,
+        needs_gradients=gradients,
     )
     if mask is not None:
         if lengths is not None:

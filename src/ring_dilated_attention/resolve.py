@@ -21,7 +21,15 @@ from .exchange import Exchange, ProcessGroupExchange, Shared, exchange_named, gr
 from .layout import SequenceLayout
 from .options import AttentionOptions
 from .pattern import DilatedPattern, Window
-from .plan import AttentionPlan, HeadSplit, RankPlan, costs, head_split, plan_attention
+from .plan import (
+    AttentionPlan,
+    HeadShare,
+    HeadSplit,
+    RankPlan,
+    costs,
+    head_split,
+    plan_attention,
+)
 from .tiles import Selection, select_backend, wants_same_bits
 
 # The same objects for calls of one kind: what is kept by them is found again.
@@ -236,7 +244,7 @@ class Resolved(NamedTuple):
     backend: Selection
     scale: float
     planned: tuple[PlannedRows, ...]  # all rows of the batch, in the same order on every rank
-    heads: HeadSplit | None  # of an all-to-all by heads, whose own heads the plans are for
+    heads: HeadShare | None  # of an all-to-all by heads, whose own heads the plans are for
 
 
 class _Kind(NamedTuple):
@@ -288,7 +296,7 @@ def _resolve(
         backend,
         kind.shape[3] ** -0.5 if options.scale is None else options.scale,
         tuple(planned),
-        split,
+        None if split is None else split.share_of(rank),
     )
 
 

@@ -131,13 +131,18 @@ def _move(program, kind, to):
         (lambda x: Program([x[2], *x[:2], *x[3:]]), "waits for a message before it is started"),
     ],
 )
-def test_the_checker_finds_a_broken_program(change, message):
+def test_the_checker_finds_a_broken_program(change, message, monkeypatch):
     plan = plan_attention(
         DilatedPattern.dense(), SequenceLayout.contiguous(16, 4), is_causal=False, num_heads=1
     )
     check_plan(plan)
-    rank = plan.rank(1)
-    rank.programs[False, True] = change(rank.programs[False, True])
+
+    def broken(rank, **options):
+        program = lower(rank, **options)
+        given = (rank.index, *options.values())
+        return change(program) if given == (1, False, True) else program
+
+    monkeypatch.setattr("ring_dilated_attention.plan.check.lower", broken)
     with pytest.raises(PlanError, match=message):
         check_plan(plan)
 

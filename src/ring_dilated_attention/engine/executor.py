@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class RingCall:
         """The call without its tensors and its exchange; kept with its plan for the next one."""
         options = self.gathers, self.backend, self.scale, self.softcap, self.workspace
         key = *options, query.shape[0], query.shape[3]
-        kept = self.plan.programs
+        kept = self.plan.prepared
         found: Prepared = kept.get(key) or keep_few(
             kept, key, lambda: Prepared(self, query.shape[0], query.shape[3]), _KEPT
         )
@@ -63,7 +63,7 @@ class RingCall:
 
 
 _KEPT = 16
-"""Number of `Prepared` and programs that a plan keeps."""
+"""Number of `Prepared` that a plan keeps."""
 
 
 class Prepared:
@@ -75,10 +75,13 @@ class Prepared:
         tile_call: what tiles need to know of the call.
         own: how the rank's own rows are computed, in each round: all heads, or some at a
             time.
+        forward: the actions of forward.
     """
 
     def __init__(self, call: RingCall, batch: int, head_dim: int) -> None:
         plan, rounds = call.plan.plan, call.plan.rounds(gathers=call.gathers)
+        self._lower = partial(lower, call.plan, gathers=call.gathers)
+        self.forward = self._lower(backward=False)
         self.covers = all(each.covers for each in rounds)
         self.additions = max(each.mean_additions for each in rounds)
         heads_per_kv, flops = plan.num_heads // plan.num_kv_heads, 0.0
@@ -90,6 +93,11 @@ class Prepared:
         self.tile_call = TileCall(*options, own_flops=flops, softcap=call.softcap)
         # By heads: threads that plan at the same time may have equal rounds of their own.
         self.own = {x.plan.narrowed_to: own_schedule(x, self.tile_call, head_dim) for x in rounds}
+
+    @cached_property
+    def backward(self) -> Sequence[Action]:
+        """The actions of backward, written down by the first one."""
+        return self._lower(backward=True)
 
 
 def ring_forward(
@@ -187,7 +195,7 @@ class Run:
     def all(self, *, backward: bool) -> None:
         """Run the program of a direction."""
         TABLES.calls += 1
-        program = lower(self.call.plan, gathers=self.call.gathers, backward=backward)
+        program = self.prepared.backward if backward else self.prepared.forward
         with kernels_on(self.inputs.query.device), self.sums:
             for action in program:
                 getattr(self, f"do_{action.kind}")(action)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..exchange import Exchange, Pending
-from ..plan import HeadSplit
+from ..plan import HeadShare
 from .accumulate import add
 
 Sent: TypeAlias = tuple[int, torch.Tensor]
@@ -40,24 +40,12 @@ class HeadExchange(NamedTuple):
     """A rank's end of an all-to-all by heads.
 
     Attributes:
-        split: who computes which heads.
-        ends: this rank's end of the group.
+        share: which heads and rows this rank has.
+        ends: its end of the group.
     """
 
-    split: HeadSplit
+    share: HeadShare
     ends: Exchange
-
-    @property
-    def heads(self) -> slice:
-        """The query heads that this rank computes."""
-        split = self.split
-        units, count = split.units_of(self.ends.rank), split.num_heads // split.units
-        return slice(units.start * count, units.stop * count)
-
-    @property
-    def query_heads(self) -> int:
-        """How many these are."""
-        return len(range(self.split.num_heads)[self.heads])
 
     def to_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
         """All rows of the group, of the heads that this rank computes.
@@ -70,18 +58,16 @@ class HeadExchange(NamedTuple):
             (rows of the group, batch, heads, head_dim), in the order of positions: of each tensor
             the heads of this rank, one behind the other. `rows_of_heads` cuts it.
         """
-        split, rank = self.split, self.ends.rank
-        whole = [self._by_unit(x) for x in tensors]
+        share, whole = self.share, [self._by_unit(x) for x in tensors]
         batch, length, _, head_dim = whole[0].shape
-        counts = [x.shape[2] // split.units for x in whole]  # heads of a unit
-        group = split.group_length(rank)
+        counts = [x.shape[2] // share.all_units for x in whole]  # heads of a unit
         messages = {}
-        for member in split.members(rank):
-            rows, units = (group if member == rank else length), split.units_of(member)
+        for member, units in share.units.items():
+            rows = share.group_length if member == share.rank else length
             shape = rows, batch, len(units) * sum(counts), head_dim
             messages[member] = whole[0].new_empty(shape)
         _copy((view, part) for view, part in self._pairs(messages, whole, counts))
-        found = messages.pop(rank)
+        found = messages.pop(share.rank)
         self._swap(messages, found, to_heads=True)
         return found
 
@@ -95,11 +81,10 @@ class HeadExchange(NamedTuple):
         Returns:
             For each, (batch, local_sequence, heads, head_dim), contiguous.
         """
-        split, rank = self.split, self.ends.rank
-        own = split.units_of(rank)
+        share, length = self.share, self.share.local_length
+        own = share.units[share.rank]
         counts = [x.shape[2] // len(own) for x in tensors]
         batch, group, _, head_dim = tensors[0].shape
-        length = split.layout.local_length(rank)
         joined = tensors[0].transpose(0, 1)
         if len(tensors) > 1 or not joined.is_contiguous():
             joined = joined.new_empty(group, batch, len(own) * sum(counts), head_dim)
@@ -108,24 +93,20 @@ class HeadExchange(NamedTuple):
                 (view.permute(1, 2, 0, 3), x.transpose(1, 2))
                 for view, x in zip(views, tensors, strict=True)
             )
-        others = [member for member in split.members(rank) if member != rank]
         messages = {
-            member: joined.new_empty(
-                length, batch, len(split.units_of(member)) * sum(counts), head_dim
-            )
-            for member in others
+            member: joined.new_empty(length, batch, len(units) * sum(counts), head_dim)
+            for member, units in share.units.items()
+            if member != share.rank
         }
         self._swap(messages, joined, to_heads=False)
-        found = [x.new_empty(batch, length, split.units * count, head_dim)
+        found = [x.new_empty(batch, length, share.all_units * count, head_dim)
                  for x, count in zip(tensors, counts, strict=True)]  # fmt: skip
-        messages[rank] = joined
+        messages[share.rank] = joined
         _copy((part, view) for view, part in self._pairs(messages, found, counts))
         query, *keys = found
-        if split.repeats > 1:
-            keys = [
-                x.view(batch, length, split.num_kv_heads, split.repeats, head_dim).sum(3)
-                for x in keys
-            ]
+        if share.repeats > 1:
+            of_key = share.all_units // share.repeats, share.repeats
+            keys = [x.view(batch, length, *of_key, head_dim).sum(3) for x in keys]
         return [query, *keys]
 
     def _pairs(
@@ -138,10 +119,10 @@ class HeadExchange(NamedTuple):
 
         Messages hold this rank's rows of the heads of a member; its own one all rows of the group.
         """
-        split, rank = self.split, self.ends.rank
+        share = self.share
         for member, message in messages.items():
-            units, whole = split.units_of(member), ((0, 0, len(message)),)
-            stretches = split.stretches(rank) if member == rank else whole
+            units, whole = share.units[member], ((0, 0, len(message)),)
+            stretches = share.stretches[member] if member == share.rank else whole
             for local, place, size in stretches:
                 views = _split(message[place : place + size], len(units), counts)
                 for x, count, view in zip(tensors, counts, views, strict=True):
@@ -152,9 +133,9 @@ class HeadExchange(NamedTuple):
     def _by_unit(self, tensor: torch.Tensor) -> torch.Tensor:
         """A KV head for each of its units; a query as it is. Kernels copy whole rows."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-        if tensor.shape[2] >= self.split.units:
+        if tensor.shape[2] >= self.share.all_units:
             return tensor
-        return tensor.repeat_interleave(self.split.repeats, 2)
+        return tensor.repeat_interleave(self.share.repeats, 2)
 
     def _swap(
         self, messages: dict[int, torch.Tensor], joined: torch.Tensor, *, to_heads: bool
@@ -166,19 +147,18 @@ class HeadExchange(NamedTuple):
             joined: all rows of the group, of this rank's heads.
             to_heads: whether messages are sent and `joined` is received, or the other way round.
         """
-        split, rank = self.split, self.ends.rank
-        members, pending = split.members(rank), []
+        share, members, pending = self.share, [*self.share.units], []
+        place, stretches = members.index(share.rank), share.stretches
 
         def rows_with(member: int, *, sent: bool) -> Iterator[torch.Tensor]:
             if sent == to_heads:
-                found = [messages[member][a : a + size] for a, _, size in split.stretches(rank)]
+                found = [messages[member][a : a + size] for a, _, size in stretches[share.rank]]
             else:
-                found = [joined[a : a + size] for _, a, size in split.stretches(member)]
+                found = [joined[a : a + size] for _, a, size in stretches[member]]
             return filter(_has_rows, found)
 
-        for step in range(1, split.ranks):
-            place = rank - members.start
-            to, source = (members[(place + x) % split.ranks] for x in (step, -step))
+        for step in range(1, len(members)):
+            to, source = (members[(place + x) % len(members)] for x in (step, -step))
             for one, other in zip_longest(rows_with(to, sent=True), rows_with(source, sent=False)):
                 pending.append(
                     self.ends.start(

@@ -15,7 +15,6 @@ out of a function.
 """
 
 from .agreement import Shared, agree, refuse_capture, settle, together
-from .calls import ExchangeError
 from .groups import (
     Group,
     ProcessGroupExchange,
@@ -26,7 +25,7 @@ from .groups import (
     place_in,
     resolve_exchange,
 )
-from .interface import Exchange, Pending, SoloExchange, all_gather, untraced
+from .interface import Exchange, ExchangeError, Pending, SoloExchange, all_gather, untraced
 from .loopback import run_loopback
 
 __all__ = [

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .calls import Call, Calls, ExchangeError, Scope
-from .interface import Exchange, untraced
+from .interface import Call, Calls, Exchange, ExchangeError, Scope, untraced
 
 
 class Shared(NamedTuple):

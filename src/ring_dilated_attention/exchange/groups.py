@@ -16,8 +16,18 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 from .. import __version__
 from ..pattern import in_brief
 from .agreement import Agreeing
-from .calls import Calls, ExchangeError, LostPeerError
-from .interface import ALONE, Exchange, Message, Nothing, Pending, SoloExchange, untraced
+from .interface import (
+    ALONE,
+    Calls,
+    Exchange,
+    ExchangeError,
+    LostPeerError,
+    Message,
+    Nothing,
+    Pending,
+    SoloExchange,
+    untraced,
+)
 from .messages import DryRun, Gloo, Nccl, is_fake, timeout_of
 
 

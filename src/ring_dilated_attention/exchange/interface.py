@@ -1,15 +1,20 @@
-"""The interface `Exchange`, its implementation for one rank, and `untraced` functions."""
+"""What a rank's end of a group offers (`Exchange`), and the calls in which it is used.
+
+A group's calls follow one order, which is the same on every rank. `Calls` numbers them, refuses a
+second thread in the middle of one, and sees to it that the ranks have agreed on a call before its
+first row moves and before it returns. A rank that cannot go on tells the others.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol, TypeAlias, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
-
-from .calls import Call, Calls, Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +42,209 @@ def untraced(function: F) -> F:
         return disabled[0](*arguments)
 
     return run  # type: ignore[return-value]
+
+
+class Call(NamedTuple):
+    """The identity of a call within its group.
+
+    Attributes:
+        number: how many calls of the group this rank had begun, this one included.
+        name: the function or module that was called.
+        part: what of it: ``"forward"``, ``"backward"`` or ``"inputs"``.
+        of: the number of the forward that a backward belongs to; 0 for the others.
+        thread: the name of the thread that calls; empty in the main thread and in autograd's.
+    """
+
+    number: int
+    name: str
+    part: str
+    of: int = 0
+    thread: str = ""
+
+    def __str__(self) -> str:
+        part = f"{self.part} of call {self.of}" if self.of else self.part
+        thread = f", thread {self.thread!r}" if self.thread else ""
+        return f"call {self.number} ({self.name}, {part}{thread})"
+
+
+class ExchangeError(RuntimeError):
+    """The ranks of a group cannot go on together.
+
+    One of them is missing, has failed in the middle of a call, or is in another call than the rest.
+    """
+
+
+class LostPeerError(ExchangeError):
+    """A wait for other ranks has failed.
+
+    Args:
+        peers: the ranks waited for; empty: any of the group.
+        why: what torch.distributed said.
+    """
+
+    def __init__(self, peers: Sequence[int], why: str = "") -> None:
+        who = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "a rank"
+        super().__init__(f"{who} did not answer" + (f": {why}" if why else ""))
+
+
+class Connection(Protocol):
+    """A rank's connection to its group, by which it says that it has left."""
+
+    def leave(self, why: str) -> None:
+        """Make the others' waits for this rank fail; the first rank's reason is kept for them."""
+
+    def reason(self) -> str | None:
+        """Why the first rank has left, if one did and has said so."""
+
+
+class Scope:
+    """A call under way on this rank, from its first agreement until its last wait.
+
+    Attributes:
+        call: its identity.
+        in_step: whether an exception that leaves it now leaves it on every rank. All of them may
+            then go on with their next call.
+    """
+
+    def __init__(self, calls: Calls, call: Call) -> None:
+        self.call, self.in_step = call, False
+        self._calls = calls
+
+    def __enter__(self) -> Scope:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._calls.leave(self, error)
+
+
+class Calls:
+    """One rank's calls of a group.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        connection: to the others.
+        main: the thread that calls need not name; None: the main thread of the process.
+
+    Attributes:
+        rank: this rank.
+        number: how many have begun.
+        scope: the call under way; None: none is.
+        failure: what has ended the group; None: nothing, as far as this rank knows.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        connection: Connection,
+        main: threading.Thread | None = None,
+    ) -> None:
+        self.rank, self.number = rank, 0
+        self.scope: Scope | None = None
+        self.failure: str | None = None
+        self._world_size, self._connection = world_size, connection
+        self._main = main or threading.main_thread()
+        self._inside: dict[int, threading.Thread] = {}  # 0: who is in a call
+        self._agreement: Callable[[], object] | None = None
+
+    def enter(self, name: str, part: str, of: int = 0) -> Scope:
+        """Begin a call; use the result in a ``with`` statement.
+
+        Args:
+            name: the function or module that was called.
+            part: what of it, ``"forward"``, ``"backward"`` or ``"inputs"``.
+            of: the number of the forward that a backward belongs to, else 0.
+
+        Raises:
+            ExchangeError: a rank has failed in an earlier call, or two threads of this rank use the
+                group.
+        """
+        if self.failure is not None:
+            raise ExchangeError(
+                f"this group of {self._world_size} ranks cannot be used any more: {self.failure}; "
+                "start the ranks again, or make a new group without those that are missing"
+            )
+        thread = threading.current_thread()
+        other = self._inside.setdefault(0, thread)  # in one step: another may do the same
+        if other is not thread or self.scope is not None:
+            raise self._failed_by_threads(other, thread, name)
+        self.number += 1
+        # Backward, and forward again for a checkpoint, may run in a thread of autograd's.
+        is_users = torch._C._current_graph_task_id() < 0
+        is_named = is_users and thread is not self._main
+        self.scope = Scope(self, Call(self.number, name, part, of, thread.name if is_named else ""))
+        return self.scope
+
+    def _failed_by_threads(
+        self, other: threading.Thread, thread: threading.Thread, name: str
+    ) -> ExchangeError:
+        text = (
+            f"on rank {self.rank}, threads {_name(other)} and {_name(thread)} both use a group of "
+            f"{self._world_size} ranks (the second one in {name}), so that their calls are in no "
+            "order; give each a group (torch.distributed.new_group), and a CUDA stream, of its own"
+        )
+        self._fail(text)
+        return ExchangeError(text)
+
+    def agree_later(self, agreement: Callable[[], object]) -> None:
+        """Put off the agreement on this call until before its first row moves, or else its end."""
+        self._agreement = agreement
+
+    def before_rows(self) -> None:
+        """Wait for the agreement on the call under way, if that is still to be done."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement()
+
+    def leave(self, scope: Scope, error: BaseException | None) -> None:
+        """End a call, and the group where this rank alone cannot go on.
+
+        Raises:
+            ExchangeError: in place of `error`, where that is only what the others' faults led to.
+        """
+        found = error
+        try:
+            if error is None or isinstance(error, Exception):
+                # Also where this rank fails alone: others may be about to wait for its answer.
+                self.before_rows()
+        except Exception as late:
+            found = late
+        finally:
+            self._agreement = self.scope = None
+            self._inside.clear()
+        if found is None:
+            return
+        if not scope.in_step:
+            is_lost = isinstance(found, LostPeerError)
+            text = (is_lost and self._connection.reason()) or str(found)
+            if not is_lost:
+                text = f"rank {self.rank} failed in {scope.call}: {_one_line(found)}"
+            self._fail(text)
+            if is_lost:
+                raise ExchangeError(f"{text}; this is rank {self.rank} in {scope.call}") from found
+        if found is not error:
+            raise found
+
+    def _fail(self, text: str) -> None:
+        if self.failure is None:
+            self.failure = text
+            self._connection.leave(text)
+
+
+def _name(thread: threading.Thread) -> str:
+    """Name of a thread for messages; threads that Python did not start are autograd's."""
+    return "one of autograd" if thread.name.startswith("Dummy-") else repr(thread.name)
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class _OfOneRank(Calls):

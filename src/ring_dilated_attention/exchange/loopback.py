@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .agreement import Agreeing
-from .calls import Calls, ExchangeError, LostPeerError
-from .interface import Message, Nothing, Pending
+from .interface import Calls, ExchangeError, LostPeerError, Message, Nothing, Pending
 
 T = TypeVar("T")
 
@@ -129,11 +128,11 @@ class LoopbackExchange(Agreeing):
         return _LoopbackReceipt(self._world, self._key(peer, self.rank, is_rows=True), into)
 
     def leave(self, why: str) -> None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
         self._world.leave(self.rank, why)
 
     def reason(self) -> str | None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
         return self._world.reason
 
     def _post(self, key: _Key, content: Any) -> None:

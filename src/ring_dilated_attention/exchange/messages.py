@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .calls import LostPeerError
-from .interface import Message, Nothing
+from .interface import LostPeerError, Message, Nothing
 
 T = TypeVar("T")
 
@@ -126,7 +125,7 @@ class Gloo:
         return works
 
     def leave(self, why: str) -> None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
         # Its answer is waited for: whoever finds the connection closed looks there next.
         self._ask(lambda: self._store.compare_set(_LEFT, "", why))
         for works in list(self._under_way):
@@ -134,7 +133,7 @@ class Gloo:
         self._gloo = None
 
     def reason(self) -> str | None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
         store = self._store
         return self._ask(lambda: store.get(_LEFT).decode() if store.check([_LEFT]) else None)
 
@@ -173,10 +172,10 @@ class DryRun:
         return Nothing()
 
     def leave(self, why: str) -> None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
 
     def reason(self) -> None:
-        """See `calls.Connection`."""
+        """See `Connection`."""
 
 
 class _Works:

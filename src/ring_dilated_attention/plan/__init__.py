@@ -15,7 +15,7 @@ from . import cache, costs
 from .attention import AttentionPlan, RankPlan, plan_attention
 from .cache import CachePlan, plan_cache
 from .check import check_plan
-from .heads import HeadSplit, head_split
+from .heads import HeadShare, HeadSplit, head_split
 from .program import Action, lower
 from .rows import Message, OwnRuns, PackedTiles, Rows, Run, Tile, TileGroup
 from .tiling import OwnRange
@@ -24,6 +24,7 @@ __all__ = [
     "Action",
     "AttentionPlan",
     "CachePlan",
+    "HeadShare",
     "HeadSplit",
     "Message",
     "OwnRange",

@@ -296,7 +296,7 @@ def predict(
     slower = rates.beside_transfers if any(x.receives for x in program) else 1.0
     per_pair = 4 * size.batch * size.head_dim * (2.5 if backward else 1) / compute_rates.flops
     per_pair *= plan.num_heads // plan.num_kv_heads
-    known: dict[int, float] = {}  # by the identity of groups, which plans keep
+    known: dict[int, tuple[float, object]] = {}  # by the identity of groups, kept here
 
     def seconds_of(groups: tuple[TileGroup, ...]) -> float:
         if id(groups) not in known:
@@ -304,8 +304,8 @@ def predict(
             for tile in (tile for group in groups for tile in group.tiles):
                 keys = tile.pairs / (tile.segments * len(tile.heads) * tile.queries.length)
                 found += tile.pairs * per_pair * (1 + compute_rates.half_keys / keys)
-            known[id(groups)] = found * slower
-        return known[id(groups)]
+            known[id(groups)] = found * slower, groups
+        return known[id(groups)][0]
 
     now = compute = 0.0
     received, free, rows_from = [0, 0], [0.0, 0.0], 0  # of the two links: inside, and across

@@ -30,6 +30,32 @@ class Stretch(NamedTuple):
     length: int
 
 
+class HeadShare(NamedTuple):
+    """What one rank does in an all-to-all by heads; see `HeadSplit`.
+
+    Attributes:
+        rank: the rank.
+        peers: the ranks that compute the same heads: one of each group.
+        units: by member of the rank's group, the units that it computes.
+        stretches: by member, where its rows lie among those of the group.
+        local_length: rows that the rank holds.
+        group_length: rows that its group holds.
+        all_units: number of units, of all ranks.
+        repeats: units of a KV head.
+        query_heads: the query heads that it computes.
+    """
+
+    rank: int
+    peers: range
+    units: dict[int, range]
+    stretches: dict[int, tuple[Stretch, ...]]
+    local_length: int
+    group_length: int
+    all_units: int
+    repeats: int
+    query_heads: slice
+
+
 @dataclass(frozen=True)
 class HeadSplit:
     """Which heads each rank computes, and which rows it gets for them.
@@ -71,9 +97,21 @@ class HeadSplit:
         first = rank - rank % self.ranks
         return range(first, first + self.ranks)
 
-    def peers(self, rank: int) -> range:
-        """The ranks that compute the same heads: one of each group."""
-        return range(rank % self.ranks, self.layout.world_size, self.ranks)
+    def share_of(self, rank: int) -> HeadShare:
+        """What a rank does."""
+        units, members = self.units_of(rank), self.members(rank)
+        heads = self.num_heads // self.units  # of a unit
+        return HeadShare(
+            rank,
+            range(rank % self.ranks, self.layout.world_size, self.ranks),
+            {member: self.units_of(member) for member in members},
+            {member: self.stretches[member] for member in members},
+            self.layout.local_length(rank),
+            self.inner_layout.local_length(rank // self.ranks),
+            self.units,
+            self.repeats,
+            slice(units.start * heads, units.stop * heads),
+        )
 
     def units_of(self, rank: int) -> range:
         """The units that a rank computes."""
@@ -90,16 +128,9 @@ class HeadSplit:
             sorted(each for rank in group for each in ranges[rank]) for group in groups
         )
 
-    def group_length(self, rank: int) -> int:
-        """Rows that a rank's group holds."""
-        return self.inner_layout.local_length(rank // self.ranks)
-
-    def stretches(self, rank: int) -> tuple[Stretch, ...]:
-        """Where the rows of a rank lie among those of its group."""
-        return self._stretches[rank]
-
     @cached_property
-    def _stretches(self) -> list[tuple[Stretch, ...]]:
+    def stretches(self) -> list[tuple[Stretch, ...]]:
+        """Of each rank, where its rows lie among those of its group."""
         found: list[list[Stretch]] = [[] for _ in self.layout.ranges]
         whole = iter(self.inner_layout.pieces)
         piece = next(whole)
@@ -134,7 +165,7 @@ class HeadSplit:
 
     def messages(self, rank: int) -> int:
         """Messages that a rank starts in one all-to-all: one a range of the longer list."""
-        counts = {x: len(self.stretches(x)) for x in self.members(rank)}
+        counts = {x: len(self.stretches[x]) for x in self.members(rank)}
         return sum(max(counts[rank], count) for x, count in counts.items() if x != rank)
 
     def traffic(self, rank: int, size: TensorSize) -> tuple[int, int]:

@@ -117,18 +117,14 @@ class Program(tuple[Action, ...]):
 
 
 def lower(rank: RankPlan, *, gathers: bool, backward: bool) -> Program:
-    """The program of a rank in one direction of a call; made once.
+    """The program of a rank in one direction of a call.
 
     Args:
         rank: what the rank does, by steps.
         gathers: whether all messages of rows are in flight at once, or one.
         backward: the direction.
     """
-    key = gathers, backward
-    if key not in rank.programs:
-        rank.programs[key] = Program(_lower(rank, gathers, backward))
-    program: Program = rank.programs[key]
-    return program
+    return Program(_lower(rank, gathers, backward))
 
 
 def _lower(rank: RankPlan, gathers: bool, backward: bool) -> Iterator[Action]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -128,10 +130,11 @@ class Selection:
         """
         return [x for x in self.limits if x.least <= flops][-1]
 
-    def reads(self, tensor: torch.Tensor) -> bool:
+    @cached_property
+    def reads(self) -> Callable[[torch.Tensor], bool]:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
         # The table-driven kernel reads through strides that are plain numbers to it.
-        return (reads_any_rows if self.backend is None else self.backend.reads)(tensor)
+        return reads_any_rows if self.backend is None else self.backend.reads
 
     @property
     def wants_one_layout(self) -> bool:

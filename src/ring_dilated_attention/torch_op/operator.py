@@ -273,10 +273,11 @@ def _forward(
             swap = HeadExchange(resolved.heads, ends)
             with kernels_on(query.device):
                 rows = swap.to_heads(*tensors)
-                own = rows_of_heads(rows, swap.query_heads)
+                heads = resolved.heads.query_heads
+                own = rows_of_heads(rows, heads.stop - heads.start)
                 own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
                 if sink is not None:
-                    merge_sink(sink[swap.heads], own_out, own_lse)
+                    merge_sink(sink[heads], own_out, own_lse)
                 (out,) = swap.to_rows(own_out)
                 (lse,) = swap.to_rows(own_lse.transpose(1, 2).unsqueeze(-1))
             lse = lse.squeeze(-1).transpose(1, 2).contiguous()
@@ -296,7 +297,7 @@ def _by_rows(
     whole: list[torch.Tensor] = []
     among: Any = ends
     if resolved.heads is not None:
-        among = Peers(ends, resolved.heads.peers(ends.rank))
+        among = Peers(ends, resolved.heads.peers)
     for rows, plan, gathers in resolved.planned:
         call = RingCall(
             plan, among, resolved.backend, resolved.scale, gathers,
@@ -374,8 +375,8 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _F
         tensors, head_dim = [dout, query, key, value, out, lse], query.shape[3]
         if dlse is not None:
             if named.exchange == "auto":  # which must not choose again, of a larger head_dim
-                split = resolve(named, dout, ends).heads
-                choice = ROWS if split is None else f"heads:{split.ranks}"
+                share = resolve(named, dout, ends).heads
+                choice = ROWS if share is None else f"heads:{len(share.units)}"
                 named = named._replace(exchange=choice)
             named = named._replace(scale=head_dim**-0.5 if named.scale is None else named.scale)
             tensors[:5] = _with_dlse(dlse, tensors[:5])
@@ -385,7 +386,7 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _F
             found = _by_rows(ring_backward, tensors, named, ends, resolved)
         else:
             swap = HeadExchange(resolved.heads, ends)
-            heads = swap.heads
+            heads = resolved.heads.query_heads
             with kernels_on(query.device):
                 (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
                 found = _by_rows(ring_backward, tensors, named, ends, resolved)

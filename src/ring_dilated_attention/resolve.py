@@ -7,11 +7,9 @@ them into plans and back ends, and into the words in which ranks compare their c
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache, update_wrapper
-from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,81 +34,11 @@ from .tiles import Selection, select_backend, wants_same_bits
 _pattern = lru_cache(maxsize=64)(DilatedPattern)
 _layout_of = lru_cache(maxsize=64)(SequenceLayout.from_flat)
 
-T = TypeVar("T")
-
-INT_BYTES = 40
-"""Of an int in a tuple: the object, and the reference to it."""
+KINDS_KEPT = 64
+"""Kinds of calls whose plans are kept: about 40 KB each, and 6 for each packed document."""
 
 
-class CachedBySize(Generic[T]):
-    """A function of hashable positional arguments that keeps results: see `cache_by_size`."""
-
-    def __init__(
-        self, function: Callable[..., T], most_bytes: int, nbytes: Callable[[Any, Any], int]
-    ) -> None:
-        update_wrapper(self, function)
-        self._function, self._most_bytes, self._nbytes = function, most_bytes, nbytes
-        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._lock = Lock()
-        self.held = 0
-
-    def __call__(self, *arguments: Hashable) -> T:
-        """The result, kept or made."""
-        found = self._kept.get(arguments)
-        if found is not None:  # without the lock, which takes as long as all of this
-            try:  # noqa: SIM105 - on every call, and `suppress` takes twice as long
-                self._kept.move_to_end(arguments)
-            except KeyError:  # another thread has just dropped it
-                pass
-            return found[0]
-        result = self._function(*arguments)
-        size = self._nbytes(arguments, result)
-        with self._lock:
-            if arguments not in self._kept:
-                self._kept[arguments] = result, size
-                self.held += size
-            while self.held > self._most_bytes and len(self._kept) > 1:
-                self.held -= self._kept.popitem(last=False)[1][1]
-        return result
-
-    def forget(self) -> None:
-        """Drop everything."""
-        with self._lock:
-            self._kept.clear()
-            self.held = 0
-
-
-def cache_by_size(
-    most_bytes: int, nbytes: Callable[[Any, Any], int]
-) -> Callable[[Callable[..., T]], CachedBySize[T]]:
-    """Keep the results of a function's most recent calls, as far as they fit in `most_bytes`.
-
-    The result of the last call is kept whatever its size is: its caller holds it anyway.
-
-    Args:
-        most_bytes: of all arguments and results together.
-        nbytes: ``nbytes(arguments, result)``, roughly what the two take; `arguments` is a tuple.
-
-    Returns:
-        A decorator. Threads may share the function; `held` is the bytes that it keeps.
-    """
-    return lambda function: CachedBySize(function, most_bytes, nbytes)
-
-
-def _nbytes_of_plan(plan: AttentionPlan | RankPlan) -> int:
-    """Roughly what a plan and its schedules take when they have been used."""
-    about = plan.plan if isinstance(plan, RankPlan) else plan
-    branches = len(about.pattern.segment_lengths)
-    return 4096 * (branches * (8 + about.layout.world_size) + len(about.documents))
-
-
-def _nbytes_of_call(arguments: tuple[Any, ...], resolved: Resolved) -> int:
-    options = arguments[3]
-    numbers = len(options.layout) + len(options.documents) + len(options.lengths)
-    return INT_BYTES * numbers + sum(_nbytes_of_plan(rows.plan) for rows in resolved.planned)
-
-
-@cache_by_size(64 << 20, lambda arguments, plan: _nbytes_of_plan(plan))
+@lru_cache(maxsize=KINDS_KEPT)
 def _plan(
     pattern: DilatedPattern,
     layout: SequenceLayout,
@@ -273,7 +201,7 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
     )
 
 
-@cache_by_size(64 << 20, _nbytes_of_call)
+@lru_cache(maxsize=KINDS_KEPT)
 def _resolve(
     rank: int,
     world_size: int,
@@ -435,4 +363,4 @@ def _digest(numbers: Sequence[int]) -> str:
 def forget_plans() -> None:
     """Drop what is kept of the calls so far: plans, schedules."""
     for kept in (_resolve, _plan):
-        kept.forget()
+        kept.cache_clear()

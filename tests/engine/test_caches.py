@@ -1,4 +1,4 @@
-"""Nothing that is kept between calls grows without a bound in bytes."""
+"""Nothing that is kept between calls grows without a bound."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import keep_few
 from ring_dilated_attention.plan import AttentionPlan, RankPlan
-from ring_dilated_attention.resolve import cache_by_size, forget_plans
+from ring_dilated_attention.resolve import KINDS_KEPT, forget_plans
 
 
 @pytest.fixture
@@ -34,6 +34,10 @@ def test_what_is_kept_for_a_plan_goes_with_it():
     for length in range(20, 40):
         attend(length)
     assert len(compute.SCHEDULES) >= 20 + 15  # those of zero keys, too
+    for length in range(40, 40 + KINDS_KEPT + 10):
+        attend(length)
+    gc.collect()
+    assert len(compute.SCHEDULES) <= 2 * KINDS_KEPT
     forget_plans()
     gc.collect()
     assert len(compute.SCHEDULES) == 0
@@ -66,33 +70,11 @@ def test_kernel_calls_are_kept_for_few_layouts(most_blocks, monkeypatch):
     assert kept == (8 if most_blocks else 0)
 
 
-def test_cache_by_size():
-    made = []
-
-    @cache_by_size(100, lambda arguments, result: arguments[1])
-    def make(name, size):
-        made.append(name)
-        return [name] * size
-
-    first = make("a", 40)
-    assert make("a", 40) is first
-    make("b", 40)
-    make("a", 40)  # b is now the oldest
-    make("c", 40)
-    assert made == ["a", "b", "c"]
-    make("a", 40)
-    make("b", 40)
-    assert made == ["a", "b", "c", "b"]
-    assert make.held == 80
-
-
 def test_threads_may_share_a_cache():
-    make = cache_by_size(500, lambda arguments, result: 100)(lambda number: number)
     entries: dict[object, int] = {}
 
     def work():
         for number in range(3000):
-            assert make(number % 7) == number % 7
             assert keep_few(entries, number % 7, lambda: 1, 5) == 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -100,7 +82,6 @@ def test_threads_may_share_a_cache():
         thread.start()
     for thread in threads:
         thread.join()
-    assert make.held <= 500
     assert len(entries) <= 5
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import relative_error
 from ring_dilated_attention.engine import transfer
-from ring_dilated_attention.kernels.rows import add_to_rows, sum_slots, take_rows
+from ring_dilated_attention.kernels.rows import index_rows, sum_slots
 from ring_dilated_attention.plan import plan_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,41 +59,31 @@ KINDS = ["plain", "joint", "heads first", "expanded"]
 SIZES = [(7, HALF), (48, FLOAT), (128, BRAIN)]
 
 
-@pytest.fixture(params=[False, True], ids=["in order", "in slots"])
-def slots(request):
-    """Slots of the rows among others; None: one row is behind the other."""
-    return torch.randperm(3 * ROWS, device=DEVICE)[:ROWS] if request.param else None
-
-
 @pytest.mark.parametrize(("head_dim", "dtype"), SIZES)
-def test_rows_are_taken_as_they_are(head_dim, dtype, slots):
+def test_rows_are_taken_as_they_are(head_dim, dtype):
     torch.manual_seed(0)
-    count = ROWS if slots is None else 3 * ROWS
-    at = torch.arange(ROWS, device=DEVICE) if slots is None else slots
     for kind in KINDS:
         pair, (positions, heads) = _views(kind, head_dim, dtype), _index()
-        held = torch.full((2, BATCH, count + 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
-        take_rows(pair, held[:, :, 1:-1], positions, heads, slots)
+        held = torch.full((2, BATCH, ROWS + 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+        index_rows(pair, held[:, :, 1:-1], positions, heads)
         for tensor, found in zip(pair, held, strict=True):
-            assert torch.equal(found[:, 1 + at], tensor[:, positions, heads]), kind
-            found[:, 1 + at] = torch.nan
-            assert found.isnan().all(), kind
+            assert torch.equal(found[:, 1:-1], tensor[:, positions, heads]), kind
+            assert found[:, [0, -1]].isnan().all(), kind
 
 
 @pytest.mark.parametrize(
     ("dtype", "part_dtype"),
     [(FLOAT, FLOAT), (FLOAT, HALF), (HALF, HALF), (HALF, FLOAT), (BRAIN, BRAIN), (FLOAT, BRAIN)],
 )
-def test_adding_rounds_once(dtype, part_dtype, slots):
-    """And of slots that are of other rows nothing is added."""
+def test_adding_rounds_once(dtype, part_dtype):
     torch.manual_seed(0)
     for kind in KINDS[:3]:
         pair, (positions, heads) = _views(kind, 48, dtype), _index()
-        parts = _random(2, BATCH, ROWS if slots is None else 3 * ROWS, 48, dtype=part_dtype)
+        parts = _random(2, BATCH, ROWS, 48, dtype=part_dtype)
         want = [x.float() for x in pair]
         for tensor, part in zip(want, parts, strict=True):
-            tensor[:, positions, heads] += part if slots is None else part[:, slots]
-        add_to_rows(pair, parts, positions, heads, slots)
+            tensor[:, positions, heads] += part
+        index_rows(pair, parts, positions, heads, adds=True)
         for tensor, expected in zip(pair, want, strict=True):
             assert_rounded_once(tensor, expected)
 
@@ -172,10 +162,10 @@ def test_offsets_beyond_31_bits():
     at = torch.arange(positions - 5, positions, device=DEVICE)
     head = torch.full_like(at, heads - 1)
     packed = key.new_empty(2, 1, 5, head_dim)
-    take_rows((key, key), packed, at, head)
+    index_rows((key, key), packed, at, head)
     assert torch.equal(packed, last[:, :, -1].expand(2, 1, 5, head_dim))
     want = last[:, :, -1] * 2
-    add_to_rows((key, torch.zeros_like(key)), packed, at, head)
+    index_rows((key, torch.zeros_like(key)), packed, at, head, adds=True)
     assert torch.equal(last[:, :, -1], want)
     slots = key.view(2, 1, -1, head_dim)
     rows = slots.shape[2]

@@ -112,17 +112,9 @@ def by_rows(one: RankPlan, factor: int, flops: float, branch: int, runs: OwnRuns
     of_branch = factor * len(one.plan.tiling.heads[branch])
     if rate > own_programs.MOST_STEP:
         return [False] * len(runs)
-    fewest, (shortest, longest) = FEWEST_ROWS * rate if rate > 1 else 0, runs.sizes
-    if (
-        shortest < fewest
-        and runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS
-    ):
+    fewest = FEWEST_ROWS * rate if rate > 1 else 0
+    if runs.shorter_than(fewest) * rate <= MOST_SHARE * runs.rows / BLOCK_ROWS:
         fewest = 0
-    if (
-        shortest >= fewest  # as a rule, and so is the next
-        and of_branch * runs.most_copies * (-(-longest // rate)) ** 2 <= flops
-    ):
-        return [True] * len(runs)
     # Heads of different offsets share a kernel call where they have equally many rows.
     return [
         size >= fewest

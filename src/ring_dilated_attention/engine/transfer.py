@@ -39,7 +39,7 @@ def pack(key: torch.Tensor, value: torch.Tensor, message: Message) -> torch.Tens
     if table is None:  # no row is in two runs: copy run by run
         add(*_runs_of(message, packed, (key, value)), store=True)
     elif runs_triton(packed):
-        kernels.rows.take_rows((key, value), packed, *table)
+        kernels.rows.index_rows((key, value), packed, *table)
     else:
         for tensor, into in zip((key, value), packed, strict=True):
             into.copy_(tensor[:, table[0], table[1]])
@@ -54,7 +54,7 @@ def spread(packed: torch.Tensor, message: Message) -> torch.Tensor:
     if not runs_triton(packed):
         return packed.index_select(2, table[0])
     slots = packed.new_empty(*packed.shape[:2], message.slots, packed.shape[3])
-    kernels.rows.take_rows((packed[0], packed[1]), slots, table[0])
+    kernels.rows.index_rows((packed[0], packed[1]), slots, table[0])
     return slots
 
 
@@ -86,7 +86,7 @@ def add_returned(
         parts, totals = _runs_of(message, returned, (dkey, dvalue))
         add(totals, parts, store=False)
     elif runs_triton(dkey):
-        kernels.rows.add_to_rows((dkey, dvalue), returned, *table)
+        kernels.rows.index_rows((dkey, dvalue), returned, *table, adds=True)
     else:
         for total, part in zip((dkey, dvalue), returned, strict=True):
             rows, flat = total.flatten(1, 2), table[0] * total.shape[2] + table[1]

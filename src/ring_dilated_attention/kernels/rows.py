@@ -237,13 +237,13 @@ def _launch_of(
     return KernelLaunch(grid, (*sizes, rows, row_blocks, *strides), constants, {})
 
 
-@kernel(6)
+@kernel(5)
 def _index_kernel(
-    first, second, packed, positions, heads, slots, rows, row_blocks,
+    first, second, packed, positions, heads, rows, row_blocks,
     first_batch, first_row, first_head, second_batch, second_row, second_head,
     packed_pair, packed_batch, packed_row,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BY_HEAD: tl.constexpr, BY_SLOT: tl.constexpr, ADDS: tl.constexpr,
+    BY_HEAD: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     group, row, valid, where = _place(rows, row_blocks, BLOCK_ROWS, HEAD_DIM, BLOCK_DIM)
     batch = group.to(tl.int64)
@@ -255,8 +255,7 @@ def _index_kernel(
         offsets += tl.load(heads + row, mask=valid, other=0) * of_head
     found = _elements(base, offsets, UNIT, BLOCK_DIM)
     pair = tl.program_id(1).to(tl.int64) * packed_pair
-    slot = tl.load(slots + row, mask=valid, other=0) if BY_SLOT else row
-    at = _elements(packed, pair + batch * packed_batch + slot * packed_row, UNIT, BLOCK_DIM)
+    at = _elements(packed, pair + batch * packed_batch + row * packed_row, UNIT, BLOCK_DIM)
     if ADDS:
         total = tl.load(found, mask=where, other=0.0).to(tl.float32)
         total += tl.load(at, mask=where, other=0.0).to(tl.float32)
@@ -306,44 +305,33 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Tensors of one shape and dtype, of K and of V."""
 
 
-def take_rows(
+def index_rows(
     pair: Pair,
     packed: torch.Tensor,
     positions: torch.Tensor,
     heads: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    *,
+    adds: bool = False,
 ) -> None:
-    """Copy rows: ``packed[i, b, slots[j]] = pair[i][b, positions[j], heads[j]]``.
+    """Copy rows, ``packed[i, b, j] = pair[i][b, positions[j], heads[j]]``; or add them, in float32.
 
     Args:
         pair: two views (batch, positions, heads, head_dim), or without `heads` (batch, positions,
             head_dim); head_dim contiguous, of any other strides and any floating dtype.
-        packed: (2, batch, any, head_dim) of the same dtype, head_dim contiguous.
+        packed: (2, batch, rows, head_dim) of the same dtype, head_dim contiguous.
         positions: int64 (rows,), contiguous, as all tables are.
         heads: int64 (rows,); None: the pair has no heads.
-        slots: int64 (rows,), no two of them the same; None: row j of `packed` is slot j.
+        adds: add to the rows of the pair instead, of which no two share memory: its dtype and that
+            of `packed` may then be any two but float64.
     """
-    _by_index(pair, packed, positions, heads, slots, adds=False)
-
-
-def add_to_rows(
-    pair: Pair,
-    packed: torch.Tensor,
-    positions: torch.Tensor,
-    heads: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> None:
-    """Add to rows in float32: ``pair[i][b, positions[j], heads[j]] += packed[i, b, slots[j]]``.
-
-    Args:
-        pair: as of `take_rows`, but no two rows of the index share memory; not float64. Changed in
-            place.
-        packed: (2, batch, any, head_dim) of any floating dtype but float64, head_dim contiguous.
-        positions: int64 (rows,); no two rows are the same.
-        heads: int64 (rows,); None: the pair has no heads.
-        slots: int64 (rows,); None: row j of `packed` is slot j.
-    """
-    _by_index(pair, packed, positions, heads, slots, adds=True)
+    by_head = heads is not None
+    # Without heads there is one, whose stride does not matter.
+    strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
+    launch = _launch_of(
+        (packed.shape[1], packed.shape[0]), (), len(positions), packed.shape[3],
+        (*strides, packed.stride()), BY_HEAD=by_head, ADDS=adds,
+    )  # fmt: skip
+    _index_kernel(launch, (*pair, packed, positions, positions if heads is None else heads))
 
 
 def sum_slots(
@@ -363,26 +351,6 @@ def sum_slots(
     strides = slots.stride(), sums.stride()
     launch = _launch_of((batch, pair), (), rows, head_dim, strides)
     _sum_kernel(launch, (slots, sums, order, starts))
-
-
-def _by_index(
-    pair: Pair,
-    packed: torch.Tensor,
-    positions: torch.Tensor,
-    heads: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    *,
-    adds: bool,
-) -> None:
-    by_head, by_slot = heads is not None, slots is not None
-    # Without heads there is one, whose stride does not matter.
-    strides = [x.stride() if by_head else (*x.stride()[:2], 0, 1) for x in pair]
-    launch = _launch_of(
-        (packed.shape[1], packed.shape[0]), (), len(positions), packed.shape[3],
-        (*strides, packed.stride()), BY_HEAD=by_head, BY_SLOT=by_slot, ADDS=adds,
-    )  # fmt: skip
-    tables = [positions if x is None else x for x in (positions, heads, slots)]
-    _index_kernel(launch, (*pair, packed, *tables))
 
 
 @kernel(6)

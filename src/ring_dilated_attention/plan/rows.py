@@ -370,17 +370,6 @@ class OwnRuns(tuple[OwnRun, ...]):
     """The runs of segments of a length that a rank holds, in local order."""
 
     @cached_property
-    def sizes(self) -> tuple[int, int]:
-        """The fewest and the most positions of a run; 0 where there are none."""
-        sizes = [run[0] for run in self]
-        return min(sizes, default=0), max(sizes, default=0)
-
-    @cached_property
-    def most_copies(self) -> int:
-        """The largest number of equal runs in an entry."""
-        return max([run[3] for run in self], default=0)
-
-    @cached_property
     def rows(self) -> int:
         """The positions of every run, added up."""
         return sum([size * copies for size, _, _, copies in self])

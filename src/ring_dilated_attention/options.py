@@ -47,7 +47,7 @@ class AttentionOptions:
 
     Args:
         is_causal: whether a query sees only keys at positions <= its own. Default False.
-        scale: factor on the scores, between ``-2**64`` and ``2**64``; None: ``head_dim ** -0.5``.
+        scale: factor on the scores, between ``2**-64`` and ``2**64``; None: ``head_dim ** -0.5``.
         softcap: c, between ``2**-64`` and ``2**64``: a score s, scaled, becomes ``c * tanh(s / c)``
             (Gemma 2), by the back ends ``"fa4"`` and ``"eager"``, one of which ``"auto"`` takes.
             None, the default: it does not.
@@ -194,14 +194,10 @@ def _check_exchange(name: str, value: Any) -> None:
 _Check: TypeAlias = Callable[[str, Any], object]
 _OF_OPTIONS: dict[str, _Check] = {
     "is_causal": check_bool,
-    "scale": partial(
-        _check_number, low=-MOST_SCALE, most=MOST_SCALE,
-        allowed="finite and lie between -2**64 and 2**64",
-    ),
-    "softcap": partial(
+    **dict.fromkeys(("scale", "softcap"), partial(
         _check_number, low=1 / MOST_SCALE, most=MOST_SCALE,
         allowed="> 0, between 2**-64 and 2**64",
-    ),
+    )),
     "layout": _check_layout,
     "exchange": _check_exchange,
     "backend": partial(check_choice, choices=BACKENDS),

@@ -140,7 +140,7 @@ def flat_options(
         pattern.head_branches,
         pattern.zero_keys,
         options.is_causal,
-        None if scale is None else float(scale) + 0.0,  # -0.0 is equal to 0.0
+        None if scale is None else float(scale),
         () if options.layout is None else options.layout.flat,
         group_name(options.group),
         options.exchange,

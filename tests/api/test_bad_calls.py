@@ -103,7 +103,7 @@ WRONG_VALUES: dict[str, dict[str, Any]] = {
     "heads must be a multiple of kv_heads": {"query": torch.randn(2, 6, 6, 8)},
     "must be >= 1": {"shape": (1, 6, 0, 8)},
     "the sequence is empty": {"shape": (1, 0, 4, 8)},
-    "scale must be finite": {"scale": float("nan")},
+    "scale must be > 0": {"scale": float("nan")},
     "workspace must be > 0 and finite, got 0": {"workspace": 0},
     "the group has 1: make": {"layout": SequenceLayout.contiguous(6, 2)},
     "layout.shard(tensor, rank, dim)": {"layout": SequenceLayout.contiguous(7, 1)},
@@ -154,7 +154,7 @@ MASKS = [ARRAY, torch.zeros(2, 6), torch.zeros(9, 9).bool(), MASK.to_sparse()]
 ODD_VALUES: dict[str, list[Any]] = {
     **dict.fromkeys(("query", "key", "value"), TENSORS),
     **dict.fromkeys(("documents", "lengths"), INTEGERS),
-    "scale": [HUGE, -HUGE, 1e308, -1e308, 2.0**65, float("nan"), "1" * 999, [1.0], True],
+    "scale": [HUGE, -HUGE, 1e308, -0.3, 0.0, 1e-40, 2.0**65, float("nan"), "1" * 999, [1.0], True],
     "workspace": [HUGE, float("inf"), -1, "1" * 999, [1.0], True],
     "backend": [LONG, None, ARRAY, ["auto"], 3, "cudnn", "fa4"],
     "exchange": [LONG, None, ARRAY],
@@ -277,7 +277,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     },
     # What one rank refuses by itself is an error on all.
     "head_dim": {"key": torch.randn(2, 6, 4, 16)},
-    "scale must be finite": {"scale": float("inf")},
+    "scale must be > 0": {"scale": float("inf")},
     "has no option 'dropout'": {"dropout": 0.1},
     "documents must rise from 0 to the sequence length 18; got (0, 3, 6)": {"documents": [0, 3, 6]},
     "lengths must lie in [0, 18], the sequence length; got 19": {"lengths": [3, 19]},

@@ -1,7 +1,5 @@
 """Zero keys: counted in the softmax as if they had been padded in, and never padded."""
 
-import math
-
 import pytest
 import torch
 from support.tolerances import TOLERANCE, assert_close_to, rounding_bound
@@ -54,12 +52,12 @@ def test_low_precision(dtype):
     pattern, doubles = zero_pattern([16], [2]), (query.double(), key.double(), value.double())
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for scale in (0.3, 40.0, -40.0):
+    for scale in (0.3, 40.0):
         out, lse = dilated_attention(query, key, value, pattern, scale=scale, return_lse=True)
         want, want_lse = reference_attention(*doubles, pattern, scale=scale)
         assert relative_error(out, want) < 2 * TOLERANCE[dtype]
         exact = reference_attention(*doubles, DilatedPattern.dense(), scale=scale)[1]
-        plain = attend(q * math.copysign(1, scale), k, v, scale=abs(scale))[1]
+        plain = attend(q, k, v, scale=scale)[1]
         of_kernel = (plain.double() - exact).abs().max()  # its exponential is a quick one
         assert_close_to(lse, want_lse, plain=want_lse + of_kernel, terms=64)
 

@@ -171,7 +171,7 @@ class Case:
         # dout v^T sums terms that are all the same where neither varies along a row.
         is_constant = all(bool((x == x[..., :1]).all()) for x in tensors[2:])
         width = self.head_dim ** (1.0 if is_constant else 0.5)
-        scale = self.head_dim**-0.5 if self.scale is None else abs(self.scale)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
         # p = exp(score - lse) is as inexact as the larger of the two: scores of 4 standard
         # deviations, or lse, which is the logarithm of the number of keys where scores are small.
         of_many_keys = math.log(self.layout.length * len(self.pattern.branches))

@@ -133,15 +133,6 @@ def scaled_block(block, factors):
 
 
 @triton.jit
-def negated_block(block, condition):
-    """The block, or where `condition` holds, its negative."""
-    negated = ()
-    for part in tl.static_range(len(block)):
-        negated += (tl.where(condition, -block[part], block[part]),)  # type: ignore[assignment]
-    return negated
-
-
-@triton.jit
 def products_of_rows(a, b):
     """Of each row of a block with the same row of another, float32."""
     products = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)

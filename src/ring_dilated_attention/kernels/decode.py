@@ -270,9 +270,7 @@ def _split_kernel(
     mask = in_rows[:, None] & (columns < HEAD_DIM)[None, :]
     q_rows = (batch * q_b + new * q_n + head * q_h) * UNIT
     q_block = tl.load(q + q_rows[:, None] + columns[None, :], mask=mask, other=0.0)
-    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = tl.where(scale < 0, -q_block, q_block)
-    scale_log2 = tl.abs(scale) * LOG2_E
+    scale_log2 = scale * LOG2_E
     k += (batch * k_b + kv_head * k_h) * UNIT
     v += (batch * v_b + kv_head * v_h) * UNIT
     fields = 3 + count

@@ -22,7 +22,6 @@ from .blocks import (
     blocks_of_rows,
     element_offsets,
     load_block,
-    negated_block,
     products_of_all_rows,
     row_offsets,
     scaled_block,
@@ -151,8 +150,6 @@ def _forward_kernel(
     q += (batch * q_b + q_row * q_n + head * q_h) * UNIT
     q_offsets = element_offsets(q_stride * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     q_block = load_block(q, q_offsets, in_rows, True, HEAD_DIM)
-    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = negated_block(q_block, scale < 0)
 
     k += (batch * k_b + k_row * k_n + kv_head * k_h) * UNIT
     v += (batch * v_b + k_row * v_n + kv_head * v_h) * UNIT
@@ -162,7 +159,7 @@ def _forward_kernel(
     acc, row_max, row_sum = attend_to_cell(
         zero_block(BLOCK_M, BLOCK_D, TAIL), tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32), q_block, k, v, k_offsets, v_offsets, k_step, v_step,
-        limits, k_len, full, stop, tl.abs(scale) * LOG2_E, HEAD_DIM, BLOCK_N, PRECISION,
+        limits, k_len, full, stop, scale * LOG2_E, HEAD_DIM, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc = scaled_block(acc, 1.0 / row_sum[:, None])
     new_lse = (row_max + tl.log2(row_sum)) * LN_2
@@ -373,9 +370,7 @@ def _own_forward_kernel(
     q += (batch * q_b + row * q_n + wide_head * q_h) * UNIT
     q_offsets = element_offsets(wide_step * q_n * UNIT, BLOCK_M, WIDE, BLOCK_D, TAIL)
     q_block = load_block(q, q_offsets, in_rows, True, HEAD_DIM)
-    # The maximum of scaled scores is the scaled maximum for scale >= 0: move its sign into q.
-    q_block = negated_block(q_block, scale < 0)
-    scale_log2 = tl.abs(scale) * LOG2_E
+    scale_log2 = scale * LOG2_E
     k += (batch * k_b + kv_head.to(tl.int64) * k_h) * UNIT
     v += (batch * v_b + kv_head.to(tl.int64) * v_h) * UNIT
 

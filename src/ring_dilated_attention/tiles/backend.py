@@ -222,57 +222,6 @@ def empty_rows(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
-LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Below it, float32 kernels take a scale for 0, or for a number of fewer bits."""
-
-
-def for_any_scale(backend: TileBackend) -> TileBackend:
-    """The same back end, asked for scales of at least `LEAST_SCALE` only.
-
-    Fused kernels scale the largest score of a row in place of looking for the largest scaled score,
-    or multiply the -inf of a masked score by the scale: with `is_causal`, a scale <= 0 gives NaN.
-    The sign of a negative scale is moved into a copy of the tile's queries. Scores of a scale
-    closer to 0 are 0 for `LEAST_SCALE` too, and gradients, which a scale multiplies, shrink after.
-    """
-
-    def positive(t: TileInputs) -> TileInputs:
-        if t.scale >= LEAST_SCALE:  # as a rule
-            return t
-        q = -t.q if t.scale < 0 else t.q
-        return t._replace(q=q, scale=max(abs(t.scale), LEAST_SCALE))
-
-    def restore(t: TileInputs, dq: torch.Tensor, dk: torch.Tensor) -> None:
-        """From gradients of `positive` to those of the tile, in place."""
-        if t.scale < LEAST_SCALE:
-            shrinks = min(abs(t.scale) / LEAST_SCALE, 1.0)
-            dq.mul_(-shrinks if t.scale < 0 else shrinks)
-            dk.mul_(shrinks)
-
-    def backward(t: TileInputs, g: TileGradients) -> Gradients:
-        dq, dk, dv = backend.backward(positive(t), g)
-        restore(t, dq, dk)
-        return dq, dk, dv
-
-    def forward_into(t: TileInputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        assert backend.forward_into is not None
-        backend.forward_into(positive(t), out, lse)
-
-    def backward_into(
-        t: TileInputs, g: TileGradients, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> None:
-        assert backend.backward_into is not None
-        backend.backward_into(positive(t), g, dq, dk, dv)
-        restore(t, dq, dk)
-
-    return replace(
-        backend,
-        forward=lambda t: backend.forward(positive(t)),
-        backward=backward,
-        forward_into=forward_into if backend.forward_into else None,
-        backward_into=backward_into if backend.backward_into else None,
-    )
-
-
 AMPERE = (8, 0)
 """A compute capability: the least that products of bfloat16 compile for."""
 

@@ -18,7 +18,7 @@ import torch
 
 from ..kernels import has_triton, profile_of
 from ..pattern import check_choice
-from .backend import TileBackend, for_any_scale, reads_any_rows, refuse_all_but, wants_same_bits
+from .backend import TileBackend, reads_any_rows, refuse_all_but, wants_same_bits
 from .fa4 import FA4
 from .sdpa import CPU_FLASH, CUDNN, EAGER, EFFICIENT, FLASH
 
@@ -98,8 +98,8 @@ def table_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return reason and f"{TABLE_NAME}: {reason}"
 
 
-_SDPA = tuple(map(for_any_scale, (CPU_FLASH, CUDNN, FLASH, EFFICIENT)))
-AUTO = (for_any_scale(FA4), *_SDPA)  # by falling speed, on what each can compute
+_SDPA = (CPU_FLASH, CUDNN, FLASH, EFFICIENT)
+AUTO = (FA4, *_SDPA)  # by falling speed, on what each can compute
 _NAMED = {backend.name: backend for backend in (*AUTO, EAGER)}
 
 Backend: TypeAlias = Literal[

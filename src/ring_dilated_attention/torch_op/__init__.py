@@ -20,7 +20,6 @@ from .agreed import (
     telling_ranks,
 )
 from .derivatives import apply_function, once_differentiable, refuse_tangents
-from .gelu_norm import gelu_norm
 from .operator import (
     BACKWARD,
     FORWARD,
@@ -29,7 +28,7 @@ from .operator import (
     validate_tensor,
     validate_tensors,
 )
-from .rotate import rotate
+from .rows import gelu_norm, rotate
 
 __all__ = [
     "AGREED",

@@ -25,11 +25,9 @@ from ..exchange import (
 )
 from ..layout import SequenceLayout
 from ..pattern import in_brief, shape_in_brief
-from .derivatives import define, implement
+from .derivatives import LIBRARY, define, implement
 
-_Library: Any = torch.library.Library  # its methods have no annotations
-_library = _Library("ring_dilated_attention", "FRAGMENT")
-AGREED = define(_library, "agreed(Tensor tensor, str name, str group) -> Tensor")
+AGREED = define("agreed(Tensor tensor, str name, str group) -> Tensor")
 """(tensor, name, group) -> a copy of the tensor, once every rank of the group has called the module
 `name` with arguments that fit. What follows depends on the copy, so that a graph neither drops the
 agreement nor moves it."""
@@ -40,8 +38,8 @@ def _agreed(tensor: torch.Tensor, name: str, group: str) -> torch.Tensor:
     return tensor.clone()
 
 
-implement(_library, AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
-torch.library.register_autograd(AGREED, lambda ctx, grad: (grad, None, None), lib=_library)
+implement(AGREED, _agreed, lambda tensor, name, group: torch.empty_like(tensor))
+torch.library.register_autograd(AGREED, lambda ctx, grad: (grad, None, None), lib=LIBRARY)
 
 T = TypeVar("T")
 
@@ -148,7 +146,7 @@ def _total(
 
 # --- Padding masks
 
-LENGTHS = define(_library, "lengths_of_mask(Tensor mask, SymInt[] layout, str group) -> Tensor")
+LENGTHS = define("lengths_of_mask(Tensor mask, SymInt[] layout, str group) -> Tensor")
 """(mask, layout, group) -> lengths: mask boolean (batch, local_sequence), True where a position is
 padding; layout and group as in `resolve.FlatOptions`; lengths int64 (batch,) on the CPU, the same
 on every rank. It waits for the mask. torch.compile makes one call of those of all layers."""
@@ -174,7 +172,7 @@ def _fake_lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torc
     return torch.empty(mask.shape[0], dtype=torch.int64, device="cpu")
 
 
-implement(_library, LENGTHS, _lengths, _fake_lengths)
+implement(LENGTHS, _lengths, _fake_lengths)
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:

@@ -78,24 +78,26 @@ class _Once(torch.autograd.Function):
     jvp = backward  # torch.func.hessian
 
 
-def define(library: Any, schema: str) -> Any:
-    """Define an operator in a `torch.library.Library` by its schema, and return its overload."""
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
+_Library: Any = torch.library.Library  # its methods have no annotations
+LIBRARY = _Library("ring_dilated_attention", "DEF")
+
+
+def define(schema: str) -> Any:
+    """Define an operator of this package by its schema, and return its overload."""
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(torch.ops.ring_dilated_attention, schema.partition("(")[0]).default
 
 
 def implement(
-    library: Any,
     operator: Any,
     run: Callable[..., Any],
     fake: Callable[..., Any],
     function: type[torch.autograd.Function] | None = None,
     name: str = "",
 ) -> None:
-    """Register functions for an operator that `library` has defined.
+    """Register functions for an operator.
 
     Args:
-        library: a `torch.library.Library`.
         operator: an overload, as `define` returns it.
         run: computes it on any device, below autograd. torch.compile never traces it.
         fake: returns empty tensors like the results.
@@ -105,8 +107,8 @@ def implement(
         name: of the function in messages.
     """
     registered = operator._schema.name.partition("::")[2]
-    library.impl(registered, untraced(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(operator, fake, lib=library)
+    LIBRARY.impl(registered, untraced(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(operator, fake, lib=LIBRARY)
     if function is None:
         return
     derivative = function
@@ -118,7 +120,7 @@ def implement(
             return apply_function(derivative, *inputs, in_operator=True)
         return below_autograd(operator, *inputs)
 
-    library.impl(registered, untraced(autograd), "Autograd")
+    LIBRARY.impl(registered, untraced(autograd), "Autograd")
 
 
 def below_autograd(operator: Any, *inputs: Any) -> Any:

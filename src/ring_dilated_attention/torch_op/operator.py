@@ -38,7 +38,7 @@ from ..plan import costs
 from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve, split_of
 from ..tiles import accumulate_dtype
 from .agreed import KNOWN_LENGTHS, refuse_in_graphs
-from .derivatives import below_autograd, define, implement, once_differentiable
+from .derivatives import LIBRARY, below_autograd, define, implement, once_differentiable
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -130,10 +130,7 @@ _OPTIONS = (
     "float? workspace, bool needs_gradients, SymInt[] documents, SymInt[] lengths, "
     "bool detached, int[] head_slice, int[] windows, float? softcap, int num_kv_heads"
 )
-_Library: Any = torch.library.Library  # its methods have no annotations
-_library = _Library("ring_dilated_attention", "DEF")
 FORWARD = define(
-    _library,
     "forward(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor? measured, "
     f"Tensor? borders, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor identity, Tensor[] of_heads)",
 )
@@ -145,7 +142,6 @@ batch, heads, head_dim), and their out and lse. measured and borders are None, o
 the CPU) that are not known while a graph is traced: in place of the options lengths and documents.
 The other arguments are those that `dilated_attention` has validated."""
 BACKWARD = define(
-    _library,
     "backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor lse, Tensor identity, Tensor? sink, Tensor? measured, Tensor? borders, "
     f"{_OPTIONS}) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
@@ -158,7 +154,6 @@ and dsink is 0 but for these."""
 
 
 RECEIVED = define(
-    _library,
     "received(Tensor query, Tensor key, Tensor lse, Tensor weights, Tensor? measured, "
     f"Tensor? borders, {_OPTIONS}) -> Tensor",
 )
@@ -445,7 +440,7 @@ def _fake_received(query: torch.Tensor, *inputs: Any) -> torch.Tensor:
     return found
 
 
-implement(_library, RECEIVED, _received, _fake_received)
+implement(RECEIVED, _received, _fake_received)
 
 
 def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:
@@ -495,8 +490,8 @@ def _fake_backward(dout: torch.Tensor, *inputs: Any) -> _Four:
     return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys), dsink
 
 
-implement(_library, FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
-implement(_library, BACKWARD, _backward, _fake_backward)
+implement(FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
+implement(BACKWARD, _backward, _fake_backward)
 
 
 def _mapped(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
@@ -514,7 +509,7 @@ def _mapped(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
     return (*map(torch.stack, tensors), lists), (0, 0, 0, [0] * len(lists))
 
 
-torch.library.register_vmap(FORWARD, _mapped, lib=_library)
+torch.library.register_vmap(FORWARD, _mapped, lib=LIBRARY)
 
 
 # --- Floating-point operations: what `FlopCounterMode` counts for a call. Useful operations of this

@@ -342,23 +342,19 @@ def _consecutive(positions: range | int, count: int) -> range:
 _groups = lru_cache(maxsize=64)(cache.replicated_groups)
 
 
-class _Strips(NamedTuple):
-    tensors: tuple[torch.Tensor]
-
-
 def strips_on(
     plan: AttentionPlan, positions: range, rank: int, device: torch.device
 ) -> torch.Tensor:
     """The keys of a rank that the queries see, (1, kv_heads, strips, 3 + m) on the device."""
 
-    def make() -> _Strips:
+    def make() -> tuple[torch.Tensor]:
         strips = cache.replicated_strips(plan, positions, rank)
         table = torch.tensor(strips, dtype=torch.int64)
         # There may be none: of a rank whose keys all lie behind the query, or a row without any.
         shape = 1, plan.num_kv_heads, len(strips[0]), 3 + len(positions)
-        return _Strips((table.view(shape).to(device),))
+        return (table.view(shape).to(device),)
 
-    return TABLES.get(plan, (positions, rank, device), device, make).tensors[0]
+    return TABLES.get(plan, (positions, rank, device), device, make)[0]
 
 
 def _forward(tensors: _Tensors, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:

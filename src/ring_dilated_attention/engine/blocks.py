@@ -193,22 +193,21 @@ class Family(NamedTuple):
             others = _merge(axes[: len(axes) - (inner.size > 1)])
             outer = max(others, key=lambda axis: axis.size, default=_SINGLE)
             looped = [axis for axis in others if axis is not outer]
-            start: Place
-            for counts in product(*(range(axis.size) for axis in looped)):
-                start = (0, q.start, first * group, 0, k.start, first)
-                for axis, i in zip(looped, counts, strict=True):
-                    start = _ahead(start, axis.step, i)
-                yield Block(0, group, tile.is_causal, tile.band, outer, inner, start, q, k)
-            return
-        axes = _merge(axes)
-        kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
-        outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
-        looped = [axis for i, axis in enumerate(axes) if i not in kept]
-        for member, *index in product(range(group), *(range(axis.size) for axis in looped)):
-            start = (0, q.start, first * group + member, 0, k.start, first)
+            members, held = range(1), group
+        else:
+            axes = _merge(axes)
+            kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
+            outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
+            looped, members, held = (
+                [x for i, x in enumerate(axes) if i not in kept],
+                range(group),
+                1,
+            )
+        for member, *index in product(members, *(range(axis.size) for axis in looped)):
+            start: Place = (0, q.start, first * group + member, 0, k.start, first)
             for axis, i in zip(looped, index, strict=True):
                 start = _ahead(start, axis.step, i)
-            yield Block(member, 1, tile.is_causal, tile.band, outer, inner, start, q, k)
+            yield Block(member, held, tile.is_causal, tile.band, outer, inner, start, q, k)
 
 
 def families(tiles: Sequence[Tile]) -> Iterator[Family]:
@@ -298,7 +297,7 @@ def readable_in_backward(
     Returns:
         The same values in the same order; dout and out are contiguous.
     """
-    if selection.wants_one_layout:
+    if selection.backend is not None and selection.backend.wants_one_layout:
         query = query.contiguous()  # one copy, in place of three of each tile
     query, key, value = (readable(x, selection) for x in (query, key, value))
     dout, out = (readable(x.contiguous(), selection) for x in (dout, out))

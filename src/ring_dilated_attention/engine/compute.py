@@ -142,7 +142,7 @@ class TileCall:
     @cached_property
     def limits(self) -> Limits:
         """Largest sizes of tiles that share launches."""
-        return self.selection.limits_of(self.own_flops)
+        return [x for x in self.selection.limits if x.least <= self.own_flops][-1]
 
     def most_rows(self, query: torch.Tensor, default: float, row_bytes: float) -> float:
         """Number of rows that a slice may have if it allocates `row_bytes` for each."""
@@ -451,7 +451,7 @@ def backward(
             found = backend.backward(tile, tile_gradients)
         else:  # the others are written where they belong
             assert backend.backward_into is not None
-            found = [backend.empty_like(tile.q)] if one.added else []
+            found = [tile.q.new_empty(tile.q.shape)] if one.added else []
             backend.backward_into(tile, tile_gradients, *found, *places[one.added :])
             found = backend.ordered(*found)
         if found:

@@ -155,7 +155,7 @@ class HeadExchange(NamedTuple):
                 found = [messages[member][a : a + size] for a, _, size in stretches[share.rank]]
             else:
                 found = [joined[a : a + size] for _, a, size in stretches[member]]
-            return filter(_has_rows, found)
+            return filter(torch.Tensor.numel, found)
 
         for step in range(1, len(members)):
             to, source = (members[(place + x) % len(members)] for x in (step, -step))
@@ -184,13 +184,9 @@ def rows_of_heads(rows: torch.Tensor, query_heads: int | None = None) -> list[to
     return list(torch.split(rows, [query_heads, keys, keys], 2))
 
 
-def _has_rows(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0
-
-
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second view (batch, heads, rows, head_dim) of each pair into the first."""
-    filled = [pair for pair in pairs if _has_rows(pair[0])]
+    filled = [pair for pair in pairs if pair[0].numel()]
     if filled:
         add(*zip(*filled, strict=True), store=True)
 

@@ -27,8 +27,6 @@ from .blocks import (
     products_of_rows,
     row_offsets,
     scaled_block,
-    sum_of_blocks,
-    write_block,
     zero_block,
 )
 from .device_profile import BackwardConfig, copies_of
@@ -530,12 +528,9 @@ def _own_dkdv_kernel(
     dv += (batch * dv_b + row * dv_n + wide_head * dv_h) * UNIT
     dk_offsets = element_offsets(wide_step * dk_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
     dv_offsets = element_offsets(wide_step * dv_n * UNIT, BLOCK_N, WIDE, BLOCK_D, TAIL)
-    dk_block = scaled_block(dk_block, scale)
-    if tl.load(own + 7) == 0:
-        dk_block = sum_of_blocks(dk_block, load_block(dk, dk_offsets, in_keys, True, HEAD_DIM))
-        dv_block = sum_of_blocks(dv_block, load_block(dv, dv_offsets, in_keys, True, HEAD_DIM))
-    write_block(dk, dk_offsets, in_keys, dk_block, HEAD_DIM)
-    write_block(dv, dv_offsets, in_keys, dv_block, HEAD_DIM)
+    stores = tl.load(own + 7) != 0
+    add_block(dk, dk_offsets, in_keys, scaled_block(dk_block, scale), stores, HEAD_DIM)
+    add_block(dv, dv_offsets, in_keys, dv_block, stores, HEAD_DIM)
 
 
 def ranges_backward(

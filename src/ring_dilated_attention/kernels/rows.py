@@ -50,13 +50,6 @@ def _rows_of_view(group, inner, row, outer_stride, inner_stride, row_stride):
     return outer * outer_stride + inner * inner_stride + row * row_stride
 
 
-@triton.jit
-def _sigmoid(x):
-    # The exponential of a number that is never positive cannot overflow.
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
-
-
 @kernel(4)
 def _merge_kernel(
     out, lse, tile_out, tile_lse, inner, rows, row_blocks,
@@ -81,7 +74,7 @@ def _merge_kernel(
         nothing_new = new_lse == -float("inf")
         nothing_old = old_lse == -float("inf")
         difference = tl.where(nothing_new, 0.0, new_lse) - tl.where(nothing_old, 0.0, old_lse)
-        weight = tl.where(nothing_new, 0.0, _sigmoid(difference))
+        weight = tl.where(nothing_new, 0.0, tl.sigmoid(difference))
         larger = tl.maximum(new_lse, old_lse)
         both = larger + tl.log(1.0 + tl.exp(-tl.abs(difference)))
         new_lse = tl.where(nothing_new | nothing_old, larger, both)

@@ -114,10 +114,6 @@ class TileBackend:
         """(batch, heads, rows, head_dim) views with their dimensions in the order it takes."""
         return [view.transpose(1, 2) for view in views] if self.rows_first else [*views]
 
-    def empty_like(self, q: torch.Tensor) -> torch.Tensor:
-        """Uninitialised, for `backward_into`: of the shape of a view that it takes, contiguous."""
-        return q.new_empty(q.shape) if self.rows_first else empty_rows(q)
-
 
 def wants_same_bits() -> bool:
     """Whether ``torch.use_deterministic_algorithms(True)`` holds: equal calls, equal bits.
@@ -214,12 +210,6 @@ def in_row_blocks(backend: TileBackend) -> TileBackend:
 
 _MASK = 1 << 18
 """Entries of the mask, or scores of a head, of a block, about."""
-
-
-def empty_rows(like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised (batch, heads, rows, head_dim), the heads of a row side by side in memory."""
-    batch, heads, rows, head_dim = like.shape
-    return like.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
 AMPERE = (8, 0)

@@ -122,24 +122,11 @@ class Selection:
     backend: TileBackend | None
     limits: tuple[Limits, ...] = (Limits(),)
 
-    def limits_of(self, flops: float) -> Limits:
-        """The limits that count in a call.
-
-        Args:
-            flops: operations of forward on the rows that a rank holds.
-        """
-        return [x for x in self.limits if x.least <= flops][-1]
-
     @cached_property
     def reads(self) -> Callable[[torch.Tensor], bool]:
         """Whether tiles are computed from views of a tensor as it is; else from those of a copy."""
         # The table-driven kernel reads through strides that are plain numbers to it.
         return reads_any_rows if self.backend is None else self.backend.reads
-
-    @property
-    def wants_one_layout(self) -> bool:
-        """Whether backward copies tiles of query, out and dout where their strides differ."""
-        return self.backend is not None and self.backend.wants_one_layout
 
 
 def _lacks(backend: TileBackend | None, bands: bool, softcap: bool) -> str | None:

@@ -168,11 +168,11 @@ def _lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Ten
     return torch.tensor(found, dtype=torch.int64)
 
 
-def _fake_lengths(mask: torch.Tensor, layout: Sequence[int], group: str) -> torch.Tensor:
-    return torch.empty(mask.shape[0], dtype=torch.int64, device="cpu")
-
-
-implement(LENGTHS, _lengths, _fake_lengths)
+implement(
+    LENGTHS,
+    _lengths,
+    lambda mask, layout, group: torch.empty(len(mask), dtype=torch.int64, device="cpu"),
+)
 
 
 def check_padding_mask(mask: Any, batch: int, local_length: int, device: torch.device) -> None:

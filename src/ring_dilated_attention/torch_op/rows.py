@@ -58,11 +58,8 @@ class _GeluNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dnormed: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        def gradient(*x: torch.Tensor) -> Any:
-            return GELU_NORM_BACKWARD(*x)
-
-        saved = ctx.saved_tensors
-        return *once_differentiable("a GELU and its norm", gradient, dnormed, *saved), None
+        given = dnormed, *ctx.saved_tensors
+        return *once_differentiable("a GELU and its norm", GELU_NORM_BACKWARD, *given), None
 
 
 def _gelu_norm(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +143,10 @@ def _rotate(
         return kernels.rows.rotate_rows(query, key, cos, sin, transposed)
 
 
-def _fake_rotate(query: torch.Tensor, key: torch.Tensor, *_: Any) -> _Pair:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-implement(ROTATE, _rotate, _fake_rotate, _Rotate, "a rotation of query and key")
+implement(
+    ROTATE,
+    _rotate,
+    lambda query, key, *_: (query.new_empty(query.shape), key.new_empty(key.shape)),
+    _Rotate,
+    "a rotation of query and key",
+)

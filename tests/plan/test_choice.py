@@ -12,7 +12,7 @@ from ring_dilated_attention.choice import ROWS, choose_exchange, predicted
 from ring_dilated_attention.exchange import ProcessGroupExchange, run_loopback
 from ring_dilated_attention.options import AttentionOptions
 from ring_dilated_attention.plan import costs
-from ring_dilated_attention.resolve import flat_options, resolve
+from ring_dilated_attention.resolve import flat_options, resolve, split_of
 
 SIZE = costs.TensorSize(batch=1, head_dim=128, element_size=2)
 DENSE = DilatedPattern.dense()
@@ -127,7 +127,9 @@ def split_of_call(case, ends):
     )  # fmt: skip
     local = case.layout.local_length(ends.rank)
     query = torch.empty(case.batch, local, case.num_heads, case.head_dim, dtype=case.dtype)
-    return resolve(flat, query, ends).heads
+    split = split_of(flat, query.shape, query.dtype, ends.world_size)
+    assert resolve(flat, query, ends).heads == (split and split.share_of(ends.rank))
+    return split
 
 
 @pytest.mark.slow

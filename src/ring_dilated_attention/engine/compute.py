@@ -278,11 +278,6 @@ class Schedule:
     packed: tuple[PackedTiles, ...]
     calls: dict[Hashable, Any] = field(default_factory=dict)
 
-    @property
-    def shares_launch(self) -> bool:
-        """Whether any tile is computed by the table-driven kernel."""
-        return bool(self.table or self.packed)
-
 
 SCHEDULES: WeakKeyDictionary[TileGroup, dict[Hashable, Schedule]] = WeakKeyDictionary()
 """Kept as long as the plan of their group lives. A schedule takes about as many bytes as its
@@ -388,7 +383,7 @@ def forward(
     """
     query, (out, lse, store), backend = inputs.query, result, call.selection.backend
     work = _schedule(group, call, query.shape[3], call.limits.forward)
-    if work.shares_launch:  # first: it does not have to wait for additions of its group
+    if work.table or work.packed:  # first: it does not have to wait for additions of its group
         add_all = partial(_forward_launch, work, call, inputs, result)
         sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
     totals = out, lse.transpose(1, 2)
@@ -436,7 +431,7 @@ def backward(
     (*totals, store, store_keys), backend = gradients, call.selection.backend
     query = inputs.query
     work = _schedule(group, call, query.shape[3], call.limits.backward)
-    if work.shares_launch:  # first, as in forward
+    if work.table or work.packed:  # first, as in forward
         add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
         sums.run(add_all, *reads, into=(*totals, *inputs[1:]), holds=False)

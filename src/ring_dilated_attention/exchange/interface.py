@@ -224,7 +224,8 @@ class Calls:
             is_lost = isinstance(found, LostPeerError)
             text = (is_lost and self._connection.reason()) or str(found)
             if not is_lost:
-                text = f"rank {self.rank} failed in {scope.call}: {_one_line(found)}"
+                what = " ".join(str(found).split())[:200]
+                text = f"rank {self.rank} failed in {scope.call}: {type(found).__name__}: {what}"
             self._fail(text)
             if is_lost:
                 raise ExchangeError(f"{text}; this is rank {self.rank} in {scope.call}") from found
@@ -240,11 +241,6 @@ class Calls:
 def _name(thread: threading.Thread) -> str:
     """Name of a thread for messages; threads that Python did not start are autograd's."""
     return "one of autograd" if thread.name.startswith("Dummy-") else repr(thread.name)
-
-
-def _one_line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class _OfOneRank(Calls):

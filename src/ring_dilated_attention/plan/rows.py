@@ -125,8 +125,6 @@ class PackedTiles(NamedTuple):
 
     def split(self, longest: float) -> tuple[PackedTiles, PackedTiles]:
         """The tiles of at most `longest` rows a head, and the others."""
-        if not self.lengths or max(self.lengths) <= longest:
-            return self, self._replace(starts=(), lengths=())
         short = [length <= longest for length in self.lengths]
         long = [not is_short for is_short in short]
         parts = [

@@ -14,7 +14,7 @@ from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import CachePlan, plan_cache
+from ..plan import plan_cache
 from ..plan import cache as kept_rows
 from ..torch_op import refuse_tangents, validate_tensor
 
@@ -509,7 +509,7 @@ class DilatedKVCache(DeepOnly):
             known[row] = longest[row] = length
         self._set_lengths(Lengths(tuple(known), tuple(longest)))
 
-    def _set_plan(self, plan: CachePlan) -> None:
+    def _set_plan(self, plan: kept_rows.CachePlan) -> None:
         self.plan = plan
         with torch.inference_mode(False):
             self.branches = _table(plan).to(self.keys.device)
@@ -616,7 +616,7 @@ def _words_of(layout: SequenceLayout, prompts: Sequence[Prompt], batch: int) -> 
     }
 
 
-def _table(plan: CachePlan) -> torch.Tensor:
+def _table(plan: kept_rows.CachePlan) -> torch.Tensor:
     """See `kernels.decode.strips_of_cache`."""
     rows = []
     for branch in plan.branches:

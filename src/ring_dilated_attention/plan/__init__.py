@@ -13,7 +13,7 @@ action), `check` and `costs`.
 
 from . import cache, costs
 from .attention import AttentionPlan, RankPlan, plan_attention
-from .cache import CachePlan, plan_cache
+from .cache import plan_cache
 from .check import check_plan
 from .heads import HeadShare, HeadSplit, head_split
 from .program import Action, lower
@@ -23,7 +23,6 @@ from .tiling import OwnRange
 __all__ = [
     "Action",
     "AttentionPlan",
-    "CachePlan",
     "HeadShare",
     "HeadSplit",
     "Message",

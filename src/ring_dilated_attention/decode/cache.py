@@ -14,8 +14,8 @@ from ..exchange import Exchange, Group, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..pattern import DilatedPattern, check_int, check_positive_int, in_brief
-from ..plan import plan_cache
 from ..plan import cache as kept_rows
+from ..plan import plan_cache
 from ..torch_op import refuse_tangents, validate_tensor
 
 _NAME = "DilatedKVCache"

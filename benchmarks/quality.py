@@ -1,6 +1,7 @@
 """What dilation is worth: models of text and of slides with one pattern each, trained alike.
 
     python benchmarks/quality.py --out found                   # every arm, then the page
+    python benchmarks/quality.py --out found --arms slides     # or text, or names
     python benchmarks/quality.py --out found --arms dense_32k,window_32k --seeds 0,1
     python benchmarks/quality.py --out found --page            # the page alone, of what is there
     python benchmarks/quality.py --plan                        # operations and seconds of each arm
@@ -22,6 +23,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -31,7 +33,13 @@ import typer
 from harness import write
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, Window
-from ring_dilated_attention.nn import LongNet, LongNetConfig
+from ring_dilated_attention.nn import (
+    LongNet,
+    LongNetConfig,
+    SlideEncoder,
+    SlideEncoderConfig,
+    hilbert_order,
+)
 from ring_dilated_attention.plan import costs, plan_attention
 
 Branches = Sequence[tuple[Any, int]]
@@ -68,6 +76,14 @@ ARMS = {
     "window_and_dense": Arm(32768, [window(1023)] * 3 + [DENSE]),
     "window_and_dilated": Arm(32768, [window(1023), LONGNET]),
 }
+SLIDES = {
+    "slide_closed": [(128, 1), (512, 2), (1024, 4)],  # in blocks of a quarter of the slide
+    "slide_crossing": [(128, 1), (724, 2), (4096, 4)],  # GigaPath's, of slides 8 times as large
+    "slide_window": [(Window(282, 282), 1)],  # the operations of the line above
+    "slide_dense": DENSE,
+}
+SLIDE_SEEDS, SLIDE_STEPS, SLIDE_TILES, TESTED_SLIDES = 3, 1500, 4096, 256
+DISTANCES = 64, 256, 512, 1024, 2048, 3584
 LENGTHS = 2048, 8192, 32768
 """Of sequences in tests; --small divides these and all of `ARMS` by 128."""
 BUCKETS = 0, 2048, 4096, 8192, 16384, 32768
@@ -112,6 +128,7 @@ class Shape:
 
     @property
     def longest(self) -> int:
+        """Of sequences."""
         return LENGTHS[-1] // self.scale
 
     def pattern(self, branches: Branches) -> DilatedPattern:
@@ -130,6 +147,7 @@ class Shape:
 
 
 SMALL = Shape(scale=128, layers=2, width=64, batch=1024)
+SLIDE, SMALL_SLIDE = Shape(layers=4, width=128), Shape(scale=16, layers=2, width=32)
 
 
 # ---------------------------------------------------------------------------------------- text
@@ -215,7 +233,7 @@ def read(folders: Sequence[Path], longest: int, train_bytes: int, test_bytes: in
 
 def buckets(nats: torch.Tensor, borders: Sequence[int]) -> list[float]:
     """Bits per byte by position, of losses (sequences, positions) in nats."""
-    rows = [nats[:, a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    rows = [nats[:, a:b] for a, b in pairwise(borders)]
     return [float(x.double().mean()) / math.log(2) for x in rows if x.numel()]
 
 
@@ -323,8 +341,7 @@ def train(
     seconds = time.monotonic() - start
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
     with torch.compiler.set_stance("force_eager"):
-        lengths = [x // shape.scale for x in LENGTHS]
-        bits = {str(x): test(model, text, shape, x) for x in lengths}
+        bits = {str(x): test(model, text, shape, x // shape.scale) for x in LENGTHS}
     matrix, attention = flops_of(arm, shape, steps * step_tokens)
     return {
         "bits": bits,
@@ -339,22 +356,240 @@ def train(
     }
 
 
+# -------------------------------------------------------------------------------------- slides
+
+
+def made_up(
+    distance: torch.Tensor, tiles: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (slides, tiles, 16) along the curve, and labels (slides,), 0.0 or 1.0.
+
+    A slide has two regions of marked tiles at its `distance`, each of one of two kinds; the label
+    says whether the kinds are equal. What adds up over regions that do not see each other is right
+    for 3 of the 4 pairs of kinds at most.
+    """
+    count, device, region = len(distance), distance.device, tiles // 128
+    features = torch.randn(count, tiles, 16, generator=generator, device=device)
+    kinds = torch.randint(2, (count, 2), generator=generator, device=device)
+    room = tiles - region - distance
+    start = (torch.rand(count, generator=generator, device=device) * room).long()
+    rows = torch.arange(count, device=device)[:, None]
+    for i in range(2):
+        columns = (start + i * distance)[:, None] + torch.arange(region, device=device)
+        features[rows, columns, 0] += 4
+        features[rows, columns, 1 + kinds[:, i : i + 1]] += 4
+    return features, (kinds[:, 0] == kinds[:, 1]).float()
+
+
+def train_slides(
+    branches: Branches,
+    seed: int,
+    shape: Shape,
+    device: torch.device,
+    *,
+    steps: int,
+    batch: int = 16,
+) -> dict[str, Any]:
+    """Train a small encoder of slides; its accuracy by the distance of the two regions."""
+    began, tiles = time.monotonic(), SLIDE_TILES // shape.scale
+    torch.manual_seed(seed)
+    config = SlideEncoderConfig(
+        in_dim=16, num_layers=shape.layers, embed_dim=shape.width, num_heads=8, tile_size=1.0,
+        ffn_dim=4 * shape.width, patterns=[shape.pattern(branches)] * shape.layers, pooling="mean",
+    )  # fmt: skip
+    encoder, head = SlideEncoder(config).to(device), torch.nn.Linear(shape.width, 1).to(device)
+    side = math.isqrt(tiles)
+    grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(device)
+    places = grid[hilbert_order(grid)]
+    distances = torch.tensor([x // shape.scale for x in DISTANCES], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def logits(features: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+            encoded = encoder(features, places.expand(len(features), -1, -1))
+            return head(encoded.cls).float().flatten()
+
+    parameters = [*encoder.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    for step in range(steps):
+        chosen = torch.randint(len(distances), (batch,), generator=generator, device=device)
+        features, labels = made_up(distances[chosen], tiles, generator)
+        loss = F.binary_cross_entropy_with_logits(logits(features), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-3 * rate_at(step, steps)
+        optimizer.step()
+    generator.manual_seed(1_000_000)  # the same tests for all arms
+    accuracy = {}
+    with torch.no_grad():
+        for name, distance in zip(DISTANCES, distances, strict=True):
+            right = 0.0
+            for _ in range(TESTED_SLIDES // shape.scale // batch):
+                features, labels = made_up(distance.expand(batch), tiles, generator)
+                right += float(((logits(features) > 0) == labels.bool()).float().mean())
+            accuracy[str(name)] = right / (TESTED_SLIDES // shape.scale // batch)
+    settings = {"steps": steps, "batch": batch, "tiles": tiles}
+    return {"accuracy": accuracy, "seconds": time.monotonic() - began, "settings": settings}
+
+
+# ---------------------------------------------------------------------------------------- page
+
+
+def bits_at(run: dict[str, Any], length: int) -> float:
+    """Bits per byte at all positions of sequences of that length."""
+    widths = [b - a for a, b in pairwise(BUCKETS)]
+    found = run["bits"][str(length)]
+    return sum(map(math.prod, zip(found, widths, strict=False))) / sum(widths[: len(found)])
+
+
+def number_of(run: dict[str, Any], number: str) -> float:
+    """One of the numbers that a `Claim` is about."""
+    if number == "far":
+        return run["bits"][str(LENGTHS[-1])][-1] - run["bits"][str(LENGTHS[-1])][0]
+    return bits_at(run, LENGTHS[-1]) if number == "bits" else run[number]
+
+
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of Student's interval of 95%: infinite for a single sample."""
+    if len(samples) < 2:
+        return statistics.mean(samples), math.inf
+    t = T95.get(len(samples), 2.776)
+    return statistics.mean(samples), t * statistics.stdev(samples) / len(samples) ** 0.5
+
+
+def verdict(claim: Claim, runs: dict[str, dict[int, Any]]) -> tuple[str, str]:
+    """What was measured, and whether the claim holds: by the whole interval, seed by seed."""
+    mine, others = runs.get(claim.arm, {}), runs.get(claim.than or claim.arm, {})
+    samples = []
+    for seed in sorted(mine.keys() & others.keys()):
+        found = number_of(mine[seed], claim.number)
+        other = number_of(others[seed], claim.number) if claim.than else 0.0
+        samples.append(found / other if claim.number == "flops" else found - other)
+    if len(samples) < 2:
+        return "", "not measured"
+    mean, half = interval(samples)
+    shown = f"{mean:+.4f} ± {half:.4f} ({len(samples)} seeds)"
+    if claim.half_width:
+        return shown, "holds" if half <= claim.bound else "fails"
+    if mean + half <= claim.bound:
+        return shown, "holds"
+    return shown, "fails" if mean - half > claim.bound else "undecided"
+
+
+def runs_in(out: Path) -> tuple[dict[str, dict[int, Any]], list[dict[str, Any]]]:
+    """Trainings by arm and seed, and all documents: those of text with one text and settings."""
+    documents = [json.loads(path.read_text()) for path in sorted(out.glob("*-*.json"))]
+    runs: dict[str, dict[int, Any]] = {name: {} for name in (*ARMS, *SLIDES)}
+    for each in documents:
+        runs[each["found"]["arm"]][each["found"]["seed"]] = each["found"]
+    text = [x["found"] for x in documents if x["found"]["arm"] in ARMS]
+    kinds = {json.dumps([x["settings"], x["text"]["sha256"]]) for x in text}
+    if len(kinds) != 1:
+        sys.exit(f"{out} needs trainings of text, of one text with one setting; it has {kinds}")
+    return {name: found for name, found in runs.items() if found}, documents
+
+
+def draw(runs: dict[str, dict[int, Any]], out: Path) -> None:
+    """The two figures: bits by position, bits against operations."""
+    import matplotlib.pyplot as plt
+
+    middles = [(a + b) / 2048 for a, b in pairwise(BUCKETS)]
+    figures = [plt.subplots(figsize=(7, 4.5)) for _ in range(2)]
+    (_, by_position), (_, by_flops) = figures
+    for i, name in enumerate(x for x in runs if x in ARMS):
+        found, marker = list(runs[name].values()), "osv^D*PX<>h"[i]
+        bits = [x["bits"][str(LENGTHS[-1])] for x in found]
+        means = [statistics.mean(each) for each in zip(*bits, strict=True)]
+        by_position.plot(middles, means, marker=marker, label=name)
+        at_32k = [bits_at(x, LENGTHS[-1]) for x in found]
+        by_flops.plot([x["flops"] for x in found], at_32k, marker, label=name)
+    by_position.set(xlabel="position (thousands of bytes)", xscale="log", ylabel="bits per byte")
+    by_flops.set(xlabel="operations of training", xscale="log", ylabel="bits per byte, 32K")
+    for (figure, axes), name in zip(figures, ("position", "flops"), strict=True):
+        low = min(min(line.get_ydata()) for line in axes.lines)
+        axes.set_ylim(low - 0.02, min(axes.get_ylim()[1], low + 0.6))  # 2K models at 32K are worse
+        axes.legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(out / f"quality_{name}.png", dpi=120)
+
+
+def write_page(out: Path) -> None:
+    """OUT/quality.md with its figures, of the JSON files of OUT."""
+    runs, documents = runs_in(out)
+    draw(runs, out)
+    text = {name: list(found.values()) for name, found in runs.items() if name in ARMS}
+    mean = {name: statistics.mean(bits_at(x, LENGTHS[-1]) for x in text[name]) for name in text}
+    cheap = min(x[0]["flops"] for x in text.values()) * 1.5
+    best, best_cheap = (
+        min(names, key=mean.__getitem__)
+        for names in (mean, [name for name in mean if text[name][0]["flops"] <= cheap])
+    )
+    lines = [
+        "# What dilation is worth",
+        "",
+        f"Lowest at 32K: **{best}**, {mean[best]:.4f} bits per byte; of arms with at most 1.5 "
+        f"times the fewest operations **{best_cheap}**, {mean[best_cheap]:.4f}.",
+        "",
+        "| claim, fixed before running | bound | measured | |",
+        "|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        lines.append(f"| {claim.text} | {claim.bound} | {' | '.join(verdict(claim, runs))} |")
+    lines += [
+        "",
+        "± is half of Student's 95% interval over seeds, of differences seed by seed. A claim holds "
+        "or fails if the whole interval does; between them it is undecided.",
+        "",
+        "| arm | at 2K | at 8K | at 32K | 16-32K less 0-2K | 10¹⁵ operations | tokens/s | GiB | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in text.items():
+        bits = [f"{statistics.mean(bits_at(x, n) for x in found):.4f}" for n in LENGTHS]
+        far = statistics.mean(number_of(x, "far") for x in found)
+        speed = statistics.median(x["tokens_per_s"] for x in found)
+        peak = max(x["peak_bytes"] for x in found) / 2**30
+        cells = [name, *bits, f"{far:+.4f}", f"{found[0]['flops'] / 1e15:.3g}", f"{speed:,.0f}"]
+        lines.append(f"| {' | '.join([*cells, f'{peak:.1f}', str(len(found))])} |")
+    lines += ["", "![Bits per byte by position](quality_position.png)"]
+    lines += ["![Bits per byte against operations](quality_flops.png)", ""]
+    if slides := {name: list(found.values()) for name, found in runs.items() if name in SLIDES}:
+        lines += [f"| accuracy at distance | {' | '.join(map(str, DISTANCES))} | seeds |"]
+        lines += ["|---" * (len(DISTANCES) + 2) + "|"]
+        for name, found in slides.items():
+            rows = [statistics.mean(x["accuracy"][str(d)] for x in found) for d in DISTANCES]
+            lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in rows)} | {len(found)} |")
+        lines += ["", "Without any way between the regions at most 0.75 is possible.", ""]
+    first = next(iter(text.values()))[0]
+    about = {key: value for key, value in documents[0].items() if key != "found"}
+    held = f"{len(first['text']['held_out'])} packages held out"
+    numbers = {key: value for key, value in first["text"].items() if key != "held_out"}
+    commands = sorted({x["found"]["command"] for x in documents})
+    lines += [f"Text: {numbers}, {held}; settings: {first['settings']}.", f"Machine: {about}.", ""]
+    lines += [f"    python {command}" for command in commands]
+    (out / "quality.md").write_text("\n".join(lines) + "\n")
+    print(out / "quality.md")
+
+
 # ---------------------------------------------------------------------------------------- runs
 
 
 def jobs_of(arms: str, seeds: str) -> list[tuple[str, int]]:
     """Arms and seeds, as the options name them; the first seed of every arm comes first."""
-    names = arms.split(",") if arms else list(ARMS)
-    if unknown := [name for name in names if name not in ARMS]:
-        sys.exit(f"no arm {', '.join(unknown)}; there are {', '.join(ARMS)}")
+    count = {name: arm.seeds for name, arm in ARMS.items()} | dict.fromkeys(SLIDES, SLIDE_SEEDS)
+    groups = {"": count, "text": ARMS, "slides": SLIDES}
+    names = groups.get(arms) or arms.split(",")
+    if unknown := [name for name in names if name not in count]:
+        sys.exit(f"no arm {', '.join(unknown)}; there are text, slides, {', '.join(count)}")
     given = [int(x) for x in seeds.split(",")] if seeds else None
-    jobs = [(name, seed) for name in names for seed in given or range(ARMS[name].seeds)]
+    jobs = [(name, seed) for name in names for seed in given or range(count[name])]
     return sorted(jobs, key=lambda job: job[1])
 
 
 def show_plan(jobs: Sequence[tuple[str, int]], shape: Shape, tokens: int) -> None:
     """Operations and seconds at the rates above."""
     total = 0.0
+    jobs = [job for job in jobs if job[0] in ARMS]
     for name, seed in jobs:
         matrix, attention = flops_of(ARMS[name], shape, tokens)
         seconds = matrix / MATRIX_RATE + attention / ATTENTION_RATE
@@ -378,6 +613,13 @@ def run_share(
         path = out / f"{name}-{seed}.json"
         if path.exists():
             continue
+        if name in SLIDES:
+            sizes = (SMALL_SLIDE, 3) if shape is SMALL else (SLIDE, SLIDE_STEPS)
+            found = train_slides(SLIDES[name], seed, sizes[0], device, steps=sizes[1])
+            found |= {"arm": name, "seed": seed, "command": " ".join(sys.argv)}
+            write(path, device, found)
+            print(f"{name}-{seed}: {found['seconds']:.0f} s, {found['accuracy']}", flush=True)
+            continue
         if text is None:
             folders = sources() if data is None else [data]
             test_bytes = 4 * shape.longest if shape is SMALL else TEST_BYTES
@@ -387,7 +629,7 @@ def run_share(
         found = train(ARMS[name], seed, text, shape, device, **options)
         found |= {"arm": name, "seed": seed, "command": " ".join(sys.argv)}
         write(path, device, found)
-        last = found["bits"][str(shape.longest)]
+        last = found["bits"][str(LENGTHS[-1])]
         print(
             f"{name}-{seed}: {found['seconds']:.0f} s, {found['tokens_per_s']:,.0f} tokens/s, "
             f"{found['peak_bytes'] / 2**30:.1f} GiB, loss {found['loss'][-1]}, bits {last}",
@@ -397,7 +639,7 @@ def run_share(
 
 def main(
     out: Annotated[Path, typer.Option(help="folder of results")] = Path("quality"),
-    arms: Annotated[str, typer.Option(help="names, by commas; all")] = "",
+    arms: Annotated[str, typer.Option(help="names, by commas; text; slides; all")] = "",
     seeds: Annotated[str, typer.Option(help="numbers, by commas; as many as an arm has")] = "",
     tokens: Annotated[int, typer.Option(help="of each training")] = 52_428_800,
     step_tokens: int = 262_144,
@@ -406,6 +648,7 @@ def main(
     gpus: Annotated[int, typer.Option(help="trainings at a time")] = 1,
     compiles: Annotated[bool, typer.Option("--compile/--eager", help="blocks")] = True,
     small: Annotated[bool, typer.Option(help="a tiny model of tiny sequences")] = False,
+    page: Annotated[bool, typer.Option(help="write the page alone")] = False,
     plan: Annotated[bool, typer.Option(help="print what each arm takes, train nothing")] = False,
 ) -> None:
     """Train, test, write."""
@@ -416,11 +659,13 @@ def main(
         return show_plan(jobs, shape, tokens)
     out.mkdir(parents=True, exist_ok=True)
     options = {"tokens": tokens, "step_tokens": step_tokens, "lr": lr, "compiles": compiles}
-    share = gpus, jobs, out, data, shape, options
+    share = gpus, [] if page else jobs, out, data, shape, options
     if gpus == 1:
         run_share(0, *share)
     else:
         torch.multiprocessing.spawn(run_share, share, nprocs=gpus)
+    if any(name in ARMS for name, _ in jobs):
+        write_page(out)
 
 
 if __name__ == "__main__":

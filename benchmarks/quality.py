@@ -32,24 +32,13 @@ import torch.nn.functional as F
 import typer
 from harness import write
 
-from ring_dilated_attention import DilatedPattern, SequenceLayout, Window
-from ring_dilated_attention.nn import (
-    LongNet,
-    LongNetConfig,
-    SlideEncoder,
-    SlideEncoderConfig,
-    hilbert_order,
-)
+from ring_dilated_attention import DilatedPattern, SequenceLayout, Window, nn
 from ring_dilated_attention.plan import costs, plan_attention
 
-Branches = Sequence[tuple[Any, int]]
+Branches = Sequence[tuple[Any, int]]  # segment length or window, dilation rate
 DENSE: Branches = [(None, 1)]
+WINDOW: Branches = [(Window(1023), 1)]
 LONGNET: Branches = [(2048, 1), (4096, 2), (8192, 4), (16384, 6), (32768, 12)]
-
-
-def window(left: int) -> Branches:
-    """The window of that many positions before a token."""
-    return [(Window(left), 1)]
 
 
 class Arm(NamedTuple):
@@ -69,12 +58,12 @@ ARMS = {
     "longnet_32k": Arm(32768, [LONGNET], 3),
     "longnet_32k_detached": Arm(32768, [LONGNET], 3, "detached"),  # torchscale's gradient
     # The operations of LongNet's five branches within 2%:
-    "window_32k": Arm(32768, [window(2207)], 3),
+    "window_32k": Arm(32768, [[(Window(2207), 1)]], 3),
     "strided_32k": Arm(32768, [[(4096, 1), (None, 16)]], 3),
     # Segments that are not nested: no two borders are at the same place.
     "crossing_32k": Arm(32768, [[(2048, 1), (3583, 2), (8779, 4), (17011, 6), (None, 12)]]),
-    "window_and_dense": Arm(32768, [window(1023)] * 3 + [DENSE]),
-    "window_and_dilated": Arm(32768, [window(1023), LONGNET]),
+    "window_and_dense": Arm(32768, [WINDOW] * 3 + [DENSE]),
+    "window_and_dilated": Arm(32768, [WINDOW, LONGNET]),
 }
 SLIDES = {
     "slide_closed": [(128, 1), (512, 2), (1024, 4)],  # in blocks of a quarter of the slide
@@ -133,13 +122,11 @@ class Shape:
 
     def pattern(self, branches: Branches) -> DilatedPattern:
         """The pattern of these branches, lengths divided by the scale."""
-
-        def scaled(w: Any) -> Any:
-            if isinstance(w, Window):
-                return Window(w.left // self.scale, w.right // self.scale)
-            return None if w is None else w // self.scale
-
-        return DilatedPattern([scaled(w) for w, _ in branches], [r for _, r in branches])
+        lengths = [
+            tuple(x // self.scale for x in w) if isinstance(w, Window) else w and w // self.scale
+            for w, _ in branches
+        ]
+        return DilatedPattern(lengths, [r for _, r in branches])
 
     def patterns(self, arm: Arm) -> list[DilatedPattern]:
         """One for each block."""
@@ -191,44 +178,30 @@ def read(folders: Sequence[Path], longest: int, train_bytes: int, test_bytes: in
     """
     seen: set[bytes] = set()
     kept: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    held: list[str] = []
-    wanted = {False: train_bytes // longest, True: -(-test_bytes // longest)}
-    count = {False: 0, True: 0}
+    missing = {False: -(-train_bytes // longest), True: -(-test_bytes // longest)}
+    most_of_one, held = max(1, missing[True] // 4), []
     for name, paths in packages(folders):
-        if all(count[each] >= wanted[each] for each in wanted):
-            break
-        is_test = is_held_out(name)
-        most = max(1, wanted[True] // 4) if is_test else wanted[False]
-        most = min(most, wanted[is_test] - count[is_test])
-        document = bytearray()
-        for path in paths:
+        is_test, document = is_held_out(name), bytearray()
+        most = min(most_of_one, missing[True]) if is_test else missing[False]
+        for path in (path for path in paths if path.is_file()):
             if len(document) > most * longest:
                 break
-            try:
-                content = path.read_bytes()
-            except OSError:  # a broken link
-                continue
+            content = path.read_bytes()
             digest = hashlib.sha256(content).digest()
             if digest not in seen:
                 seen.add(digest)
                 document += content
-        blocks = min((len(document) - 1) // longest, most)
-        if blocks > 0:
+        if (blocks := min((len(document) - 1) // longest, most)) > 0:
             whole = torch.frombuffer(document, dtype=torch.uint8)
             kept[is_test].append(whole.unfold(0, longest + 1, longest)[:blocks].clone())
-            count[is_test] += blocks
+            missing[is_test] -= blocks
             held += [name] * is_test
-    if not min(count.values()):
-        sys.exit(f"too little text in {', '.join(map(str, folders))}: {count} blocks of {longest}")
+    if not all(kept.values()):
+        sys.exit(f"too little text in {', '.join(map(str, folders))} for blocks of {longest}")
     train, test = (torch.cat(kept[each]) for each in (False, True))
     digest = hashlib.sha256(train.numpy().tobytes() + test.numpy().tobytes()).hexdigest()[:16]
-    about = {
-        "train_bytes": len(train) * longest,
-        "test_bytes": len(test) * longest,
-        "held_out": held,
-        "sha256": digest,
-    }
-    return Text(train, test, about)
+    about = {"train_bytes": len(train) * longest, "test_bytes": len(test) * longest}
+    return Text(train, test, about | {"held_out": held, "sha256": digest})
 
 
 def buckets(nats: torch.Tensor, borders: Sequence[int]) -> list[float]:
@@ -253,17 +226,17 @@ def flops_of(arm: Arm, shape: Shape, tokens: int) -> tuple[float, float]:
     return 6.0 * weights * tokens, 3.5 * forward * (tokens / length)
 
 
-def make_model(arm: Arm, shape: Shape, seed: int, device: torch.device) -> LongNet:
+def make_model(arm: Arm, shape: Shape, seed: int, device: torch.device) -> nn.LongNet:
     """With this arm's pattern in each block; equal weights for equal seeds."""
     torch.manual_seed(seed)
-    config = LongNetConfig(
+    config = nn.LongNetConfig(
         num_layers=shape.layers,
         embed_dim=shape.width,
         num_heads=8,
         ffn_dim=4 * shape.width,
         patterns=shape.patterns(arm),
     )
-    model = LongNet(config).to(device)
+    model = nn.LongNet(config).to(device)
     for block in model.blocks:
         block.attention.branch_gradients = arm.gradient
     return model
@@ -278,7 +251,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def test(model: LongNet, text: Text, shape: Shape, length: int) -> list[float]:
+def test(model: nn.LongNet, text: Text, shape: Shape, length: int) -> list[float]:
     """Bits per byte by position, of the same bytes whatever the length of sequences."""
     device = model.embedding.weight.device
     found = []
@@ -298,16 +271,15 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Train one model and test it."""
     began = time.monotonic()
-    on_cuda = device.type == "cuda"
+    on_cuda, length = device.type == "cuda", arm.length // shape.scale
     torch.compiler.reset()
     model = make_model(arm, shape, seed, device)
     for block in model.blocks:
         if compiles:
             block.compile(dynamic=False)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     per_step, steps = step_tokens // shape.longest, tokens // step_tokens
     generator = torch.Generator().manual_seed(seed)
     epochs = -(-per_step * steps // len(text.train))
@@ -324,15 +296,13 @@ def train(
         chosen = text.train[order[step * per_step : (step + 1) * per_step]]
         for blocks in chosen.split(max(1, shape.batch // shape.longest)):
             blocks = blocks.to(device, non_blocking=True).long()
-            length = arm.length // shape.scale
             tokens_bn, labels = (x.reshape(-1, length) for x in (blocks[:, :-1], blocks[:, 1:]))
             with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
                 loss = model.loss(tokens_bn, labels) / step_tokens
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * rate_at(step, steps)
+        optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
@@ -382,25 +352,19 @@ def made_up(
 
 
 def train_slides(
-    branches: Branches,
-    seed: int,
-    shape: Shape,
-    device: torch.device,
-    *,
-    steps: int,
-    batch: int = 16,
+    branches: Branches, seed: int, shape: Shape, device: torch.device, steps: int
 ) -> dict[str, Any]:
     """Train a small encoder of slides; its accuracy by the distance of the two regions."""
-    began, tiles = time.monotonic(), SLIDE_TILES // shape.scale
+    began, tiles, batch = time.monotonic(), SLIDE_TILES // shape.scale, 16
     torch.manual_seed(seed)
-    config = SlideEncoderConfig(
+    config = nn.SlideEncoderConfig(
         in_dim=16, num_layers=shape.layers, embed_dim=shape.width, num_heads=8, tile_size=1.0,
         ffn_dim=4 * shape.width, patterns=[shape.pattern(branches)] * shape.layers, pooling="mean",
     )  # fmt: skip
-    encoder, head = SlideEncoder(config).to(device), torch.nn.Linear(shape.width, 1).to(device)
+    encoder, head = nn.SlideEncoder(config).to(device), torch.nn.Linear(shape.width, 1).to(device)
     side = math.isqrt(tiles)
     grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(device)
-    places = grid[hilbert_order(grid)]
+    places = grid[nn.hilbert_order(grid)]
     distances = torch.tensor([x // shape.scale for x in DISTANCES], device=device)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -421,14 +385,12 @@ def train_slides(
         optimizer.param_groups[0]["lr"] = 1e-3 * rate_at(step, steps)
         optimizer.step()
     generator.manual_seed(1_000_000)  # the same tests for all arms
-    accuracy = {}
+    accuracy, turns = {}, TESTED_SLIDES // shape.scale // batch
     with torch.no_grad():
         for name, distance in zip(DISTANCES, distances, strict=True):
-            right = 0.0
-            for _ in range(TESTED_SLIDES // shape.scale // batch):
-                features, labels = made_up(distance.expand(batch), tiles, generator)
-                right += float(((logits(features) > 0) == labels.bool()).float().mean())
-            accuracy[str(name)] = right / (TESTED_SLIDES // shape.scale // batch)
+            slides = (made_up(distance.expand(batch), tiles, generator) for _ in range(turns))
+            right = [(logits(x) > 0) == labels.bool() for x, labels in slides]
+            accuracy[str(name)] = float(torch.cat(right).float().mean())
     settings = {"steps": steps, "batch": batch, "tiles": tiles}
     return {"accuracy": accuracy, "seconds": time.monotonic() - began, "settings": settings}
 
@@ -450,14 +412,6 @@ def number_of(run: dict[str, Any], number: str) -> float:
     return bits_at(run, LENGTHS[-1]) if number == "bits" else run[number]
 
 
-def interval(samples: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of Student's interval of 95%: infinite for a single sample."""
-    if len(samples) < 2:
-        return statistics.mean(samples), math.inf
-    t = T95.get(len(samples), 2.776)
-    return statistics.mean(samples), t * statistics.stdev(samples) / len(samples) ** 0.5
-
-
 def verdict(claim: Claim, runs: dict[str, dict[int, Any]]) -> tuple[str, str]:
     """What was measured, and whether the claim holds: by the whole interval, seed by seed."""
     mine, others = runs.get(claim.arm, {}), runs.get(claim.than or claim.arm, {})
@@ -468,7 +422,8 @@ def verdict(claim: Claim, runs: dict[str, dict[int, Any]]) -> tuple[str, str]:
         samples.append(found / other if claim.number == "flops" else found - other)
     if len(samples) < 2:
         return "", "not measured"
-    mean, half = interval(samples)
+    mean = statistics.mean(samples)
+    half = T95[len(samples)] * statistics.stdev(samples) / len(samples) ** 0.5
     shown = f"{mean:+.4f} ± {half:.4f} ({len(samples)} seeds)"
     if claim.half_width:
         return shown, "holds" if half <= claim.bound else "fails"
@@ -520,29 +475,22 @@ def write_page(out: Path) -> None:
     draw(runs, out)
     text = {name: list(found.values()) for name, found in runs.items() if name in ARMS}
     mean = {name: statistics.mean(bits_at(x, LENGTHS[-1]) for x in text[name]) for name in text}
-    cheap = min(x[0]["flops"] for x in text.values()) * 1.5
-    best, best_cheap = (
-        min(names, key=mean.__getitem__)
-        for names in (mean, [name for name in mean if text[name][0]["flops"] <= cheap])
-    )
+    few = 1.5 * min(x[0]["flops"] for x in text.values())
+    best = min(mean, key=mean.__getitem__)
+    cheap = min((x for x in mean if text[x][0]["flops"] <= few), key=mean.__getitem__)
     lines = [
-        "# What dilation is worth",
-        "",
-        f"Lowest at 32K: **{best}**, {mean[best]:.4f} bits per byte; of arms with at most 1.5 "
-        f"times the fewest operations **{best_cheap}**, {mean[best_cheap]:.4f}.",
-        "",
-        "| claim, fixed before running | bound | measured | |",
-        "|---|---|---|---|",
+        f"# What dilation is worth\n\nLowest at 32K: **{best}**, {mean[best]:.4f} bits per byte; "
+        "of the arms with at most 1.5 times the fewest operations: "
+        f"**{cheap}**, {mean[cheap]:.4f}.\n",
+        "| claim, fixed before running | bound | measured | |\n|---|---|---|---|",
     ]
     for claim in CLAIMS:
         lines.append(f"| {claim.text} | {claim.bound} | {' | '.join(verdict(claim, runs))} |")
     lines += [
-        "",
-        "± is half of Student's 95% interval over seeds, of differences seed by seed. A claim holds "
-        "or fails if the whole interval does; between them it is undecided.",
-        "",
-        "| arm | at 2K | at 8K | at 32K | 16-32K less 0-2K | 10¹⁵ operations | tokens/s | GiB | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "\n± is half of Student's 95% interval over seeds, of differences seed by seed. A claim "
+        "holds or fails if the whole interval does; between them it is undecided.\n",
+        "| arm | at 2K | at 8K | at 32K | 16-32K less 0-2K | 10¹⁵ operations | tokens/s | GiB | "
+        f"seeds |\n{'|---' * 9}|",
     ]
     for name, found in text.items():
         bits = [f"{statistics.mean(bits_at(x, n) for x in found):.4f}" for n in LENGTHS]
@@ -551,22 +499,21 @@ def write_page(out: Path) -> None:
         peak = max(x["peak_bytes"] for x in found) / 2**30
         cells = [name, *bits, f"{far:+.4f}", f"{found[0]['flops'] / 1e15:.3g}", f"{speed:,.0f}"]
         lines.append(f"| {' | '.join([*cells, f'{peak:.1f}', str(len(found))])} |")
-    lines += ["", "![Bits per byte by position](quality_position.png)"]
-    lines += ["![Bits per byte against operations](quality_flops.png)", ""]
+    for name, what in (("position", "by position"), ("flops", "against operations")):
+        lines.append(f"\n![Bits per byte {what}](quality_{name}.png)")
     if slides := {name: list(found.values()) for name, found in runs.items() if name in SLIDES}:
-        lines += [f"| accuracy at distance | {' | '.join(map(str, DISTANCES))} | seeds |"]
-        lines += ["|---" * (len(DISTANCES) + 2) + "|"]
+        lines.append(f"\n| accuracy at distance | {' | '.join(map(str, DISTANCES))} | seeds |")
+        lines.append("|---" * (len(DISTANCES) + 2) + "|")
         for name, found in slides.items():
             rows = [statistics.mean(x["accuracy"][str(d)] for x in found) for d in DISTANCES]
             lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in rows)} | {len(found)} |")
-        lines += ["", "Without any way between the regions at most 0.75 is possible.", ""]
+        lines.append("\nWithout a way between the regions at most 0.75 is possible.")
     first = next(iter(text.values()))[0]
     about = {key: value for key, value in documents[0].items() if key != "found"}
-    held = f"{len(first['text']['held_out'])} packages held out"
+    held = f"{len(first['text']['held_out'])} packages are held out"
     numbers = {key: value for key, value in first["text"].items() if key != "held_out"}
-    commands = sorted({x["found"]["command"] for x in documents})
-    lines += [f"Text: {numbers}, {held}; settings: {first['settings']}.", f"Machine: {about}.", ""]
-    lines += [f"    python {command}" for command in commands]
+    lines.append(f"\nText: {numbers}, {held}; settings: {first['settings']}. Machine: {about}.\n")
+    lines += sorted({f"    python {x['found']['command']}" for x in documents})
     (out / "quality.md").write_text("\n".join(lines) + "\n")
     print(out / "quality.md")
 
@@ -599,7 +546,7 @@ def show_plan(jobs: Sequence[tuple[str, int]], shape: Shape, tokens: int) -> Non
 
 
 def run_share(
-    rank: int, gpus: int, jobs: Sequence[tuple[str, int]], out: Path, data: Path | None,
+    rank: int, gpus: int, jobs: Sequence[tuple[str, int]], out: Path, folders: Sequence[Path],
     shape: Shape, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Train every `gpus`-th of the jobs, on GPU number `rank` where there is one."""
@@ -614,27 +561,17 @@ def run_share(
         if path.exists():
             continue
         if name in SLIDES:
-            sizes = (SMALL_SLIDE, 3) if shape is SMALL else (SLIDE, SLIDE_STEPS)
-            found = train_slides(SLIDES[name], seed, sizes[0], device, steps=sizes[1])
-            found |= {"arm": name, "seed": seed, "command": " ".join(sys.argv)}
-            write(path, device, found)
-            print(f"{name}-{seed}: {found['seconds']:.0f} s, {found['accuracy']}", flush=True)
-            continue
-        if text is None:
-            folders = sources() if data is None else [data]
-            test_bytes = 4 * shape.longest if shape is SMALL else TEST_BYTES
-            text = read(folders, shape.longest, options["tokens"], test_bytes)
-            text = text._replace(train=text.train.pin_memory() if on_cuda else text.train)
-            print(f"text: {text.about}", flush=True)
-        found = train(ARMS[name], seed, text, shape, device, **options)
-        found |= {"arm": name, "seed": seed, "command": " ".join(sys.argv)}
-        write(path, device, found)
-        last = found["bits"][str(LENGTHS[-1])]
-        print(
-            f"{name}-{seed}: {found['seconds']:.0f} s, {found['tokens_per_s']:,.0f} tokens/s, "
-            f"{found['peak_bytes'] / 2**30:.1f} GiB, loss {found['loss'][-1]}, bits {last}",
-            flush=True,
-        )
+            sizes, steps = (SMALL_SLIDE, 3) if shape is SMALL else (SLIDE, SLIDE_STEPS)
+            found = train_slides(SLIDES[name], seed, sizes, device, steps)
+        else:
+            if text is None:
+                test_bytes = 4 * shape.longest if shape is SMALL else TEST_BYTES
+                text = read(folders, shape.longest, options["tokens"], test_bytes)
+                print(f"text: {text.about}", flush=True)
+            found = train(ARMS[name], seed, text, shape, device, **options)
+        write(path, device, {"arm": name, "seed": seed, "command": " ".join(sys.argv), **found})
+        shown = ("seconds", "tokens_per_s", "peak_bytes", "bits", "accuracy")
+        print(f"{name}-{seed}:", {x: found[x] for x in shown if x in found}, flush=True)
 
 
 def main(
@@ -659,7 +596,7 @@ def main(
         return show_plan(jobs, shape, tokens)
     out.mkdir(parents=True, exist_ok=True)
     options = {"tokens": tokens, "step_tokens": step_tokens, "lr": lr, "compiles": compiles}
-    share = gpus, [] if page else jobs, out, data, shape, options
+    share = gpus, [] if page else jobs, out, [data] if data else sources(), shape, options
     if gpus == 1:
         run_share(0, *share)
     else:

@@ -1,6 +1,6 @@
 """Programs of `benchmarks/` that run on a CPU, too: that they still do."""
 
-import importlib.util
+import importlib
 import json
 import shlex
 import sys
@@ -58,11 +58,8 @@ def test_quality_trains_tests_and_writes_its_page(tmp_path):
 @pytest.fixture
 def quality(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location("quality", FOLDER / "quality.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "quality", module)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.delitem(sys.modules, "quality", raising=False)
+    return importlib.import_module("quality")
 
 
 def test_quality_splits_packages_without_duplicates(quality, tmp_path):
@@ -89,7 +86,7 @@ def test_quality_counts_bits_by_position(quality):
 def test_quality_judges_claims_by_the_whole_interval(quality):
     def verdict(differences, bound, **options):
         claim = quality.Claim("", "bits", "a", "b", bound, **options)
-        bits = {arm: {} for arm in "ab"}
+        bits: dict[str, dict[int, object]] = {arm: {} for arm in "ab"}
         for seed, difference in enumerate(differences):
             bits["a"][seed] = {"bits": {"32768": [1.0 + seed + difference] * 5}}
             bits["b"][seed] = {"bits": {"32768": [1.0 + seed] * 5}}

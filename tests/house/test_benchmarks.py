@@ -64,7 +64,7 @@ def quality(monkeypatch):
 
 def test_quality_splits_packages_without_duplicates(quality, tmp_path):
     names = [f"package{i}" for i in range(40)]
-    held = {name for name in names if quality.is_held_out(f"{tmp_path.name}/{name}")}
+    held = {name for name in names if quality.is_held_out(f"{tmp_path.name}/{name}", 2)}
     assert 0 < len(held) < len(names)
     for i, name in enumerate(names):
         (tmp_path / name).mkdir()

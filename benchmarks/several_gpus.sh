@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
+# The rows of benchmarks/results/many_gpus.md, on the CUDA devices of one host.
 # Needs the extra fa4; tests and faults also the group test and pytest-xdist.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(attention tokens slides llama decode tests faults fuzz)
+steps=(attention llama decode tests faults fuzz)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -25,19 +25,6 @@ attention() {
     row crossing_causal "${crossing[@]}" --seq-len 1M --causal &&
     row short --segment-lengths 2048,4096 --dilation-rates 1,2 --seq-len 4K,16K,64K,256K &&
     row dense --pattern dense --causal --seq-len 64K,256K --baseline context_parallel
-}
-tokens() { # as many as fit: 2^28 a GPU forward, half as many forward and backward
-  local log2
-  log2=$(awk -v n="$gpus" 'BEGIN { print int(log(n) / log(2) + 1e-9) }')
-  ranks "$here/billion_tokens.py" --log2-length $((28 + log2)) --out "$out/tokens.json" &&
-    ranks "$here/billion_tokens.py" --log2-length $((27 + log2)) --backward \
-      --out "$out/tokens_backward.json"
-}
-slides() {
-  "$python" "$here/slide_encoder.py" --tiles 45680 --tiles 100000 --out "$out/slides.json" &&
-    ranks "$here/slide_encoder.py" --tiles 100000 --cases plain,one_graph --out "$out/sharded.json" &&
-    ranks "$here/slide_encoder.py" --tiles 1048576 --cases checkpointed --samples 3 \
-      --out "$out/slides_sharded.json"
 }
 llama() {
   "$python" "$here/llama_step.py" --out "$out/llama_alone.json" &&

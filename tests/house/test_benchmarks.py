@@ -1,23 +1,23 @@
 """Programs of `benchmarks/` that run on a CPU, too: that they still do."""
 
+import importlib
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.launched import run_program
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CASES = "GigaPath 2,001;LongNet 4,096 causal;LongNet 4,096, 3 heads a KV head"
 PROGRAMS = {
     # options; ranks, 0: a process that no launcher has started
-    "billion_tokens": ("--log2-length 12 --repeats 3 --backward", [0, 2]),
     "calls": (f"--longest 40 --samples 3 --first 1 --cases '{CASES}'", [0, 2]),
     "decode": ("--device cpu --small --repeats 1", [0]),
-    "documents": ("--length 500 --heads 2 --head-dim 8 --count 20 --turns 3", [0]),
     "hilbert": ("--tiles 2000", [0]),
     "llama_step": ("--device cpu --small --samples 3 --in-a-row 1 --eager --seq-len 100", [2]),
-    "slide_encoder": ("--tiles 90 --layers 1 --samples 3 --in-a-row 1 --cases plain", [2]),
     "transformers_generate": ("--device cpu --small --prompt 50 --new-tokens 2", [0]),
 }
 RUNS = [(name, ranks) for name, (_, counts) in PROGRAMS.items() for ranks in counts]
@@ -38,3 +38,64 @@ def test_benchmarks_run_on_a_cpu(name, ranks, tmp_path):
     assert written.stat().st_size
     if written == out:
         assert json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_quality_trains_tests_and_writes_its_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    arms = "longnet_32k_detached,window_and_dense,slide_closed"
+    words = ["--small", "--eager", "--out", str(tmp_path), "--arms", arms, "--seeds", "0"]
+    done = run_program(FOLDER / "quality.py", words, 0)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "window_and_dense-0.json").read_text())["found"]
+    assert [len(found["bits"][each]) for each in ("2048", "8192", "32768")] == [1, 3, 5]
+    page = (tmp_path / "quality.md").read_text()
+    assert all(f"| {arm} |" in page for arm in arms.split(","))
+    assert (tmp_path / "quality_flops.png").stat().st_size
+    assert (tmp_path / "quality_position.png").stat().st_size
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delitem(sys.modules, "quality", raising=False)
+    return importlib.import_module("quality")
+
+
+def test_quality_splits_packages_without_duplicates(quality, tmp_path):
+    names = [f"package{i}" for i in range(40)]
+    held = {name for name in names if quality.is_held_out(f"{tmp_path.name}/{name}", 2)}
+    assert 0 < len(held) < len(names)
+    for i, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_bytes(bytes([i]) * 33)
+        (tmp_path / name / "b.py").write_bytes(bytes([100]) * 33)  # in all of them
+    text = quality.read([tmp_path], 32, 32 * 1000, 32 * 1000)
+    train, test = (set(x.unique().tolist()) for x in (text.train, text.test))
+    assert {f"{tmp_path.name}/{x}" for x in held} == set(text.about["held_out"])
+    assert test - {100} == {i for i, name in enumerate(names) if name in held}
+    assert not train & test
+    assert sum((x == 100).sum().item() for x in (text.train, text.test)) <= 33
+
+
+def test_quality_counts_bits_by_position(quality):
+    nats = torch.tensor([[1.0, 2.0, 3.0, 5.0], [3.0, 2.0, 3.0, 7.0]]) * torch.tensor(2.0).log()
+    assert quality.buckets(nats, [0, 1, 3, 4, 9]) == pytest.approx([2.0, 2.5, 6.0])
+
+
+def test_quality_judges_claims_by_the_whole_interval(quality):
+    def verdict(differences, bound, **options):
+        claim = quality.Claim("", "bits", "a", "b", bound, **options)
+        bits: dict[str, dict[int, object]] = {arm: {} for arm in "ab"}
+        for seed, difference in enumerate(differences):
+            bits["a"][seed] = {"bits": {"32768": [1.0 + seed + difference] * 5}}
+            bits["b"][seed] = {"bits": {"32768": [1.0 + seed] * 5}}
+        return quality.verdict(claim, bits)
+
+    shown, found = verdict([0.01, 0.02, 0.03], 0.05)  # 0.02 and 4.303 * 0.01 / sqrt(3)
+    assert (shown, found) == ("+0.0200 ± 0.0248 (3 seeds)", "holds")
+    assert verdict([0.01, 0.02, 0.03], 0.04)[1] == "undecided"
+    assert verdict([0.01, 0.02, 0.03], -0.01)[1] == "fails"
+    assert verdict([0.01], 0.05)[1] == "not measured"
+    assert verdict([0.01, 0.02, 0.03], 0.025, half_width=True)[1] == "holds"
+    assert verdict([0.01, 0.02, 0.03], 0.024, half_width=True)[1] == "fails"

@@ -38,6 +38,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
 LIGHT = re.compile(r"^!\[(.*)\]\((\S+)-light(\.svg)\)$", re.MULTILINE)
+CODE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]*)(#[^)\s]*)?\)")
 
 
@@ -140,6 +141,15 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **kwargs: A
     """Turn what GitHub shows into what the site shows, where the page is in docs/."""
     path = DOCS / page.file.src_uri
     return for_the_site(markdown, path, _repository(config)) if path.exists() else markdown
+
+
+def on_page_content(html: str, page: Any, **kwargs: Any) -> str:
+    """Leave the messages of the page of errors out of the navigation: they are sentences."""
+    if page.file.src_uri == "troubleshooting.md":
+        for title in page.toc:
+            for section in title.children:
+                section.children = []
+    return html
 
 
 def _repository(config: MkDocsConfig) -> str:

@@ -38,6 +38,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
 LIGHT = re.compile(r"^!\[(.*)\]\((\S+)-light(\.svg)\)$", re.MULTILINE)
+BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 CODE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]*)(#[^)\s]*)?\)")
 
@@ -74,6 +75,7 @@ def for_the_site(page: str, path: Path, repository: str) -> str:
         if path.parent.name == "reference":
             here = Path(page_of(module, name)).name
             page = page.replace(row[0], row[0].replace(f"]({row[2]})", f"]({here})"))
+    page = BADGES.sub("", page)  # the site asks no other host for anything
     own = place_of(path)
     assert own, path
 

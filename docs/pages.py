@@ -1,4 +1,4 @@
-"""What pages repeat of the sources, so that GitHub shows it: code of examples, and the reference.
+"""What pages repeat of the sources, so that GitHub shows it: code, version, reference.
 
     .venv/bin/python docs/pages.py        # write it anew, where the sources have changed
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from cli_reference import cli_reference
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "ring_dilated_attention" / "__init__.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^( *)<!-- (examples/[\w/]+\.\w+)(?:: ([\w, ]+))? -->\n\1```(\w+)\n(.*?)^\1```$", re.M | re.S
@@ -90,6 +91,9 @@ def as_it_should_be(path: Path) -> str:
     if path.name == "cli.md":
         return cli_reference()
     text = with_code(path.read_text(encoding="utf-8"))
+    if path.name == "README.md":
+        (version,) = re.findall(r'^__version__ = "(.*)"$', PACKAGE.read_text(), re.M)
+        return re.sub(r"^Version \S+ ", f"Version {version} ", text, flags=re.M)
     return with_names(text, path.parent) if path.parent.name == "reference" else text
 
 

@@ -37,7 +37,8 @@ def code_of(path: str, regions: str | None) -> str:
     for name in regions.split(", "):
         (part,) = re.findall(rf"^ *# region {name}\n(.*?)^ *# endregion {name}$", text, re.M | re.S)
         parts.append(textwrap.dedent(part).strip("\n") + "\n")
-    return "".join(parts)
+    is_defined = any(part.startswith(("def ", "class ", "@")) for part in parts)
+    return ("\n\n" if is_defined else "").join(parts)
 
 
 def with_code(page: str) -> str:

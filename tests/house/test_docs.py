@@ -116,7 +116,7 @@ def sentences(text):
     return [count for x in found if (count := len(re.findall(r"\w[\w'.,/·×-]*", x)))]
 
 
-MOST_WORDS, MOST_PER_SENTENCE, LONGEST = 3_500, 22, 45
+MOST_WORDS, MOST_PER_SENTENCE, LONGEST = 3_300, 22, 40
 
 
 def test_sentences_are_counted():
@@ -249,10 +249,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
         for link in re.findall(r'\b(?:href|src)="([^"]+)"', text):
             target, _, fragment = link.partition("#")
             if re.match(r"[a-z]+:", link):
-                assert not link.startswith("data:") or "src" in text
                 continue
             there = (path.parent / unquote(target)).resolve() if target else path
-            if not there.exists() or (fragment and unquote(fragment) not in anchors[there]):
+            is_page = fragment and there in anchors
+            if not there.exists() or (is_page and unquote(fragment) not in anchors[there]):
                 broken.append(f"{path.relative_to(tmp_path)}: {link}")
     assert len(texts) > 120
     assert not broken, "\n".join(sorted(broken)[:30])

@@ -119,6 +119,18 @@ def test_workflow_runs_what_is_claimed():
     assert {"lint", "lines", "test", "docs", "build"} == made_in(workflow) <= targets_of_make()
 
 
+def test_the_site_is_published_where_its_pages_say():
+    workflow = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert made_in(workflow) == {"docs"}
+    assert re.findall(r"^repo_url: (\S+)$", config, re.M) == [HOME]
+    assert f"git clone {HOME}\n" in (ROOT / "README.md").read_text()
+    (site,) = re.findall(r"^site_url: (\S+)$", config, re.M)
+    for text in (workflow, (ROOT / "README.md").read_text()):
+        assert site in text
+    assert PROJECT["urls"]["Documentation"] == site
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
 def test_files_and_targets_that_pages_name_are_there(page):
     text = (ROOT / page).read_text()

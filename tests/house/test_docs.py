@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import os
 import re
 import shlex
@@ -266,23 +265,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "window" in texts[tmp_path / "reference" / "DilatedPattern.html"]
 
 
-TOLD = {
-    "migrating.md": ('with np.printoptions(legacy="1.25"):', "cannot import name 'LongNetConfig'"),
-    "tutorials/gigapath.md": ('with np.printoptions(legacy="1.25"):', "'torchscale.model'`"),
-    "tutorials/torchtitan.md": ("$ pip install", "main branch of 2026-08-21"),
-    "how-to/data-parallel.md": ("`SFTTrainer` works on one process", "without it, silently"),
-    "how-to/faults.md": (
-        "**A forward call that one rank left out** is found at the next call that",
-    ),
-}
-
-
-def test_pages_tell_what_a_reader_would_run_into():
-    for page, sentences in TOLD.items():
-        text = (DOCS / page).read_text()
-        assert all(sentence in text for sentence in sentences), page
-
-
 def test_numbers_of_longnets_pattern_stand_beside_what_it_cannot_do():
     texts = [page.read_text() for page in (*PAGES, *RESULTS.glob("*.md"))]
     small_cache = [text for text in texts if "11,606" in text]
@@ -293,30 +275,20 @@ def test_numbers_of_longnets_pattern_stand_beside_what_it_cannot_do():
 NOTEBOOK = ROOT / "examples" / "understand.ipynb"
 
 
-def run_notebook(path, *options):
-    command = [sys.executable, str(DOCS / "notebook.py"), str(path), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
-
-
 @pytest.mark.slow
 def test_the_notebook_shows_what_it_computes(tmp_path):
     """Its text is compared, and the number of its figures. Else run docs/notebook.py."""
-    assert NOTEBOOK.stat().st_size < 400_000
-    done = run_notebook(NOTEBOOK, "--check")
-    assert done.returncode == 0, done.stderr
 
+    def run(path):
+        command = [sys.executable, str(DOCS / "notebook.py"), str(path), "--check"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200).stderr
+
+    assert NOTEBOOK.stat().st_size < 400_000
+    assert run(NOTEBOOK) == ""
     text = NOTEBOOK.read_text()
+    assert {"stream", "display_data"} == set(re.findall(r'"output_type": "(\w+)"', text))
+    assert all((NOTEBOOK.parent / link).exists() for link in re.findall(r"\]\(([^)#]+)", text))
+
     other = tmp_path / "other.ipynb"
     other.write_text(text.replace("(None, 4)]", "(None, 2)]", 1))
-    assert "cell 2 shows" in run_notebook(other, "--check").stderr
-    assert run_notebook(other).returncode == 0
-    assert run_notebook(other, "--check").returncode == 0
-
-
-def test_the_notebook_keeps_outputs_of_every_kind():
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    kept = [x for cell in cells for x in cell.get("outputs", [])]
-    assert {x["output_type"] for x in kept} == {"stream", "display_data"}
-    assert all("pip install" not in "".join(x["source"]) for x in cells if "outputs" in x)
-    for link in re.findall(r"\]\(([^)#]+)", NOTEBOOK.read_text()):
-        assert (NOTEBOOK.parent / link).exists(), link
+    assert "cell 2 shows" in run(other)

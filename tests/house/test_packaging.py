@@ -131,15 +131,6 @@ def test_the_site_is_published_where_its_pages_say():
     assert PROJECT["urls"]["Documentation"] == site
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
-def test_files_and_targets_that_pages_name_are_there(page):
-    text = (ROOT / page).read_text()
-    assert made_in(text) <= targets_of_make()
-    bases = ROOT / "src" / "ring_dilated_attention", ROOT, ROOT / "tests"
-    for path in re.findall(r"`([\w/]+\.py)`", text):
-        assert any((base / path).is_file() for base in bases), path
-
-
 def test_no_broken_links():
     broken = []
     for page in pages():
@@ -206,18 +197,15 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
-def test_files_that_pages_name_are_there(page):
+def test_files_and_targets_that_pages_name_are_there(page):
     """And functions, where a page names one behind the file: ``a/b.py`` (``function``..."""
     package = ROOT / "src" / "ring_dilated_attention"
     text = (ROOT / page).read_text()
+    assert made_in(text) <= targets_of_make()
     for path, name in re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`)?", text):
         found = [base / path for base in (package, ROOT, ROOT / "tests") if (base / path).is_file()]
         assert found, path
         assert not name or name in names_in(found[0]), (path, name)
-
-
-def test_contributing_names_targets_that_exist():
-    assert made_in((ROOT / "CONTRIBUTING.md").read_text()) <= targets_of_make()
 
 
 def test_scripts_named_in_pages_exist_and_take_their_options():

@@ -12,7 +12,7 @@ QUICK := tests/test_budget.py tests/house/test_architecture.py tests/plan tests/
 # These take all GPUs, and faults are to be noticed in time: a few at once.
 ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py
 
-.PHONY: run test quick matrix gpu lines lint format build bench verify figures docs docs-serve clean
+.PHONY: run test quick matrix gpu lines lint format build bench verify figures pages docs docs-serve clean
 
 run: .venv/run  ## train a language model on the standard library's sources, on RANKS ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_longnet.py
@@ -57,6 +57,10 @@ verify: .venv/installed  ## sharded against brute force, on 1 to 4 ranks
 
 figures: .venv/installed  ## the figures of README and docs, light and dark; no change: no diff
 	$(BIN)/python benchmarks/figures.py
+
+pages: .venv/installed  ## what pages repeat of the sources, and the outputs of the notebook
+	$(BIN)/python docs/pages.py
+	$(BIN)/python docs/notebook.py
 
 # Without --quiet, under which mkdocs counts no warnings and --strict lets everything pass.
 docs: .venv/installed  ## the docs site in site/; broken links and references fail

@@ -10,7 +10,7 @@ import typer
 INTRODUCTION = """\
 # Command line
 
-Made from the commands themselves when the site is built, so it is what `rda COMMAND --help` says.
+`rda COMMAND --help` says the same: `docs/pages.py` writes this page from the commands.
 
 Exit codes: 0, done; 1, the run failed, or a check found a difference; 2, a mistake in the command
 line or in the input. An error is one line on standard error that says what was given, what is
@@ -38,7 +38,8 @@ def cli_reference() -> str:
 
 def _paragraph(text: str) -> str:
     """A paragraph of a command's help; command lines are code."""
-    return f"```console\n$ {text}\n```" if text.startswith("rda ") else " ".join(text.split())
+    is_command = text.startswith(("rda ", "torchrun "))
+    return f"```console\n$ {text}\n```" if is_command else " ".join(text.split())
 
 
 def _row(parameter: Any) -> str:

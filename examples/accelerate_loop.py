@@ -82,7 +82,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
 
-    # --8<-- [start:loop]
+    # region loop
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     shape = (ranks // args.sequence_ranks, args.sequence_ranks)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "sp"))
@@ -105,7 +105,7 @@ def main() -> None:
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), "mean")
         accelerator.print(f"loss {mean.item():.4f}")
-        # --8<-- [end:loop]
+        # endregion loop
         seen.append(batch)
 
     everyone = [None] * ranks

@@ -41,7 +41,7 @@ def read_batch(step: int, data_rank: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-# --8<-- [start:wrap]
+# region wrap
 def wrap(model, mesh, how):
     """Gradients are averaged over all ranks of the mesh, which holds dp and sp."""
     if how == "ddp":
@@ -53,10 +53,10 @@ def wrap(model, mesh, how):
     return fully_shard(model, mesh=over)
 
 
-# --8<-- [end:wrap]
+# endregion wrap
 
 
-# --8<-- [start:step]
+# region step
 def train_step(model, optimizer, micro_batches, group, averaging) -> torch.Tensor:
     """One step; returns this rank's part of the loss."""
     shards = []
@@ -77,7 +77,7 @@ def train_step(model, optimizer, micro_batches, group, averaging) -> torch.Tenso
     return total
 
 
-# --8<-- [end:step]
+# endregion step
 
 
 def new_model() -> tuple[LongNet, torch.optim.Optimizer]:

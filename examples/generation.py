@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Another token may be the best one by this much: sums are formed in another order."""
 
 
-# --8<-- [start:model]
+# region model
 def make_model(*, is_base: bool) -> LongNet:
     """LongNet's pattern: a small model, or one of 85 million parameters."""
     layers, width, heads = (12, 768, 12) if is_base else (2, 96, 6)
@@ -44,7 +44,7 @@ def make_model(*, is_base: bool) -> LongNet:
     return LongNet(config, chunk_rows=65_536)
 
 
-# --8<-- [end:model]
+# endregion model
 
 
 def start(device: torch.device) -> dist.ProcessGroup | None:
@@ -57,7 +57,7 @@ def start(device: torch.device) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-# --8<-- [start:sample]
+# region sample
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Continue a prompt, one byte at a time, with the newest checkpoint of a run."""
     from train_longnet import join, newest_checkpoint
@@ -92,7 +92,7 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
     dist.destroy_process_group()
 
 
-# --8<-- [end:sample]
+# endregion sample
 
 
 def main() -> float:
@@ -120,7 +120,7 @@ def main() -> float:
     model = make_model(is_base=args.base).to(device, dtype)
     prompt = torch.randint(256, (1, args.seq_len), device=device)
 
-    # --8<-- [start:prefill]
+    # region prefill
     layout = SequenceLayout.zigzag(args.seq_len, ranks)  # the prompt is sharded
     caches = model.make_caches(1, max_length=args.seq_len + args.new_tokens, group=group)
     own = layout.shard(prompt, rank, dim=1)
@@ -129,18 +129,18 @@ def main() -> float:
         torch.cuda.synchronize()
     begun = time.perf_counter()
     logits = model.prefill(own, caches, layout=layout)
-    # --8<-- [end:prefill]
+    # endregion prefill
     token = logits.argmax(-1, keepdim=True)
     read_in = time.perf_counter() - begun + 0.0 * token.item()  # which waits for the device
 
-    # --8<-- [start:steps]
+    # region steps
     tokens = [token]
     begun = time.perf_counter()
     for _ in range(args.new_tokens - 1):
         logits = model.step(tokens[-1], caches)  # (1, 1, 256): the same on every rank
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
     new = torch.cat(tokens, 1)
-    # --8<-- [end:steps]
+    # endregion steps
     new.cpu()
     each = (time.perf_counter() - begun) / max(1, args.new_tokens - 1)
 
@@ -164,7 +164,7 @@ def main() -> float:
     return error
 
 
-# --8<-- [start:check]
+# region check
 @torch.no_grad()
 def largest_loss(model: LongNet, prompt: torch.Tensor, new: torch.Tensor) -> float:
     """By how much the logit of a generated token is below the best one of the whole text's."""
@@ -173,7 +173,7 @@ def largest_loss(model: LongNet, prompt: torch.Tensor, new: torch.Tensor) -> flo
     return (logits.amax(2) - chosen).max().item()
 
 
-# --8<-- [end:check]
+# endregion check
 
 
 if __name__ == "__main__":

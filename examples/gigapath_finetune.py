@@ -69,7 +69,7 @@ def read_cases(folder: Path, labels: Path) -> list[Case]:
     ]
 
 
-# --8<-- [start:folds]
+# region folds
 def deal(cases: list[Case], folds: int, seed: int) -> list[list[Case]]:
     """Folds with as many patients of each label; all slides of a patient are in one of them."""
     patients: dict[str, list[Case]] = {}
@@ -81,10 +81,10 @@ def deal(cases: list[Case], folds: int, seed: int) -> list[list[Case]]:
     return [[case for slides in order[fold::folds] for case in slides] for fold in range(folds)]
 
 
-# --8<-- [end:folds]
+# endregion folds
 
 
-# --8<-- [start:model]
+# region model
 class Classifier(nn.Module):
     """A linear layer on the vector of a slide."""
 
@@ -101,7 +101,7 @@ class Classifier(nn.Module):
         return self.head(encoded.cls)
 
 
-# --8<-- [end:model]
+# endregion model
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Trainer:
         self.weights = torch.tensor(weights).to(model.head.weight)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
 
-    # --8<-- [start:step]
+    # region step
     def gradients(self, packs: list[PackedSlides], slides: list[str]) -> float:
         """Add the gradients of the loss of some slides, of which this rank has packs."""
         total = sum(self.weights[self.label[name]] for name in slides)
@@ -157,7 +157,7 @@ class Trainer:
             dist.all_reduce(loss)
         return loss.item()
 
-    # --8<-- [end:step]
+    # endregion step
 
     def epoch(self, number: int) -> float:
         """A step for each batch of slides, in a new order; returns the mean loss."""
@@ -209,7 +209,7 @@ class Trainer:
         return torch.stack([found[case.path.stem] for case in cases])
 
 
-# --8<-- [start:scores]
+# region scores
 def auc(probabilities: Tensor, labels: Tensor) -> float:
     """Area under the ROC curve; of several classes the mean of each against the rest."""
     areas = []
@@ -227,7 +227,7 @@ def balanced_accuracy(probabilities: Tensor, labels: Tensor) -> float:
     return torch.stack([right[labels == c].mean() for c in labels.unique()]).mean().item()
 
 
-# --8<-- [end:scores]
+# endregion scores
 
 
 def train_fold(model: Classifier, folds: list[list[Case]], fold: int, args, machine: Machine):

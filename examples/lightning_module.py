@@ -48,7 +48,7 @@ def texts(count: int, length: int) -> TensorDataset:
     return TensorDataset(tokens[:, :-1], labels)
 
 
-# --8<-- [start:module]
+# region module
 class Module(lightning.LightningModule):
     """A LongNet on a mesh of (dp, sp): ranks along sp share each sequence."""
 
@@ -84,7 +84,7 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-# --8<-- [end:module]
+# endregion module
 
 
 class Recording(Module):
@@ -126,7 +126,7 @@ def main() -> None:
             f"multiple of --sequence-ranks, {args.sequence_ranks}; got {ranks or 'no'} ranks"
         )
     module = Recording(texts(12, args.seq_len), args.sequence_ranks)
-    # --8<-- [start:trainer]
+    # region trainer
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -139,7 +139,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(module)
-    # --8<-- [end:trainer]
+    # endregion trainer
     everyone = [None] * ranks
     dist.all_gather_object(everyone, module.seen)
     groups = everyone[:: args.sequence_ranks]  # the ranks of a group have seen the same

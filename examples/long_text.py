@@ -39,7 +39,7 @@ def read_bytes(path: str | None, count: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
-# --8<-- [start:step]
+# region step
 def train_step(model, optimizer, sequence, device, group=None) -> float:
     """One step on one sequence (n + 1,); returns the mean loss of a token, in nats."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -61,7 +61,7 @@ def train_step(model, optimizer, sequence, device, group=None) -> float:
     return loss.item()
 
 
-# --8<-- [end:step]
+# endregion step
 
 
 def arguments() -> argparse.Namespace:
@@ -87,7 +87,7 @@ def main() -> list[float]:
     group = dist.group.WORLD if sharded else None
     first = not sharded or dist.get_rank() == 0
 
-    # --8<-- [start:model]
+    # region model
     config = LongNetConfig(
         num_layers=2,
         embed_dim=args.embed_dim,
@@ -99,7 +99,7 @@ def main() -> list[float]:
     torch.manual_seed(0)  # equal weights on every rank
     model = LongNet(config, checkpoint="keep_attention", chunk_rows=4096).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # --8<-- [end:model]
+    # endregion model
     twin = copy.deepcopy(model)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=2e-3)
 

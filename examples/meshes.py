@@ -37,28 +37,28 @@ def model_on_shards(mesh: DeviceMesh, length: int) -> float:
     )  # fmt: skip
     model = LongNet(config)
     tokens = torch.randint(256, (1, length))
-    # --8<-- [start:shard]
+    # region shard
     layout = SequenceLayout.zigzag(length, mesh.size())
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}  # labels are shifted before
     own = shard(mesh, batch, 1, layout)  # 1: the sequence dimension of both
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     logits = compiled(own["tokens"], mesh=mesh, layout=layout)
     whole = unshard(mesh, logits.detach(), 1, layout)
-    # --8<-- [end:shard]
+    # endregion shard
     return relative_error(whole, model(tokens))
 
 
 def attention_of_dtensors(mesh: DeviceMesh, length: int) -> float:
     """A call of DTensors: group, layout and placements are theirs."""
     tensors = torch.randn(3, 1, length, 8, 32).unbind(0)
-    # --8<-- [start:dtensor]
+    # region dtensor
     query, key, value = (
         distribute_tensor(x, mesh, [Shard(1)]).detach().requires_grad_() for x in tensors
     )
     out = dilated_attention(query, key, value, PATTERN, is_causal=True)
     out.square().sum().backward()
     assert out.placements == query.grad.placements == (Shard(1),)
-    # --8<-- [end:dtensor]
+    # endregion dtensor
     leaves = [x.clone().requires_grad_() for x in tensors]
     want = dilated_attention(*leaves, PATTERN, is_causal=True)
     want.square().sum().backward()
@@ -76,11 +76,11 @@ def layer_in_a_plan(mesh: DeviceMesh, length: int) -> float:
     model = torch.nn.ModuleDict({"attention": layer})
     x = torch.randn(1, length, 64)
     want = layer(x, x, x)[0]
-    # --8<-- [start:style]
+    # region style
     parallelize_module(model, mesh, {"attention": ContextParallel()})
     own = distribute_tensor(x, mesh, [Shard(1)])  # of any length; or this rank's shard
     out, _ = model["attention"](own, own, own)  # a DTensor, Shard(1)
-    # --8<-- [end:style]
+    # endregion style
     return relative_error(out.full_tensor(), want)
 
 
@@ -91,10 +91,10 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         sys.exit("start this with: torchrun --nproc-per-node 2 examples/meshes.py")
-    # --8<-- [start:mesh]
+    # region mesh
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "sp"))
-    # --8<-- [end:mesh]
+    # endregion mesh
     torch.manual_seed(1)  # every rank makes the same whole tensors, only to compare
     errors = {}
     for check in (model_on_shards, attention_of_dtensors, layer_in_a_plan):

@@ -68,6 +68,7 @@ def ring(spec, layout, rank, kv):
     Rows that this rank does not need stay NaN: whoever reads one sees it.
     """
     world_size = len(layout)
+    # region ring
     current = kv
     for step in range(world_size):
         source = (rank - step) % world_size
@@ -80,6 +81,7 @@ def ring(spec, layout, rank, kv):
         if step + 1 < world_size:
             current = kv.new_full((len(layout[after]), *kv.shape[1:]), torch.nan)
             current[mask] = wait()
+    # endregion ring
 
 
 def scores(query, key, query_positions, key_positions, is_causal):
@@ -104,11 +106,13 @@ class RingDilatedAttention(torch.autograd.Function):
                 key, value = current[k, kv_head].unbind(1)
                 positions = layout[rank][q], layout[source][k]
                 part = scores(query[q, head], key, *positions, is_causal)
+                # region merge
                 merged = torch.logaddexp(lse[q, head], part.logsumexp(1))
                 finite = merged.masked_fill(merged.isinf(), 0.0)  # rows that see nothing yet
                 old = (lse[q, head] - finite).exp()[:, None]
                 out[q, head] = out[q, head] * old + (part - finite[:, None]).exp() @ value
                 lse[q, head] = merged
+                # endregion merge
         ctx.save_for_backward(query, kv, out, lse)
         ctx.call = spec, layout, rank, is_causal
         return out

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative error allowed: sums are formed in another order, and rounded to the dtype."""
 
 
-# --8<-- [start:setup]
+# region setup
 def start(device: torch.device) -> None:
     """Join the process group that torchrun has prepared."""
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def start(device: torch.device) -> None:
         dist.init_process_group("gloo")
 
 
-# --8<-- [end:setup]
+# endregion setup
 
 
 def whole_inputs(args: argparse.Namespace, device: torch.device, dtype: torch.dtype):
@@ -55,22 +55,22 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     start(device)
 
-    # --8<-- [start:layout]
+    # region layout
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pattern = DilatedPattern([256, 1024, None], [1, 2, 16])
     layout = SequenceLayout.zigzag(args.seq_len, ranks)  # any length, any number of ranks
-    # --8<-- [end:layout]
+    # endregion layout
     whole = whole_inputs(args, device, dtype)
-    # --8<-- [start:call]
+    # region call
     shards = [layout.shard(x, rank, dim=1).clone() for x in whole]
     query, key, value = (x.requires_grad_() for x in shards[:3])
     out = dilated_attention(
         query, key, value, pattern, is_causal=True, group=dist.group.WORLD, layout=layout
     )
     out.backward(shards[3])  # gradients of remote keys and values are returned to their owners
-    # --8<-- [end:call]
+    # endregion call
 
-    # --8<-- [start:compare]
+    # region compare
     leaves = [x.clone().requires_grad_() for x in whole[:3]]
     expected = dilated_attention(*leaves, pattern, is_causal=True)
     expected.backward(whole[3])
@@ -85,7 +85,7 @@ def main() -> None:
         errors[name] = ((got - own).norm() / own.norm()).item()
         held = f"rank {rank} holds {layout.local_length(rank):,} positions"
         print(f"{held}; relative error of {name}: {errors[name]:.1e}")
-    # --8<-- [end:compare]
+    # endregion compare
     dist.destroy_process_group()
     if not all(error <= TOLERANCE[dtype] for error in errors.values()):  # NaN, too
         sys.exit(f"rank {rank}: the sharded call differs from one process: {errors}")

@@ -51,7 +51,7 @@ def made_up_slides(count: int, most_tiles: int, in_dim: int) -> list[dict[str, t
     return slides
 
 
-# --8<-- [start:shard]
+# region shard
 def shard_of_slide(slide, rank: int, ranks: int):
     """This rank's features and coordinates, and the layout that says which those are."""
     order = hilbert_order(slide["coordinates"])  # segments become compact patches of tissue
@@ -64,10 +64,10 @@ def shard_of_slide(slide, rank: int, ranks: int):
     return features[None, own], coordinates[None, own], layout
 
 
-# --8<-- [end:shard]
+# endregion shard
 
 
-# --8<-- [start:step]
+# region step
 def train_step(model, optimizer, slide, device, group=None) -> float:
     """One step on one slide; returns the loss. Every rank of the group calls it."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -89,7 +89,7 @@ def train_step(model, optimizer, slide, device, group=None) -> float:
     return loss.item()
 
 
-# --8<-- [end:step]
+# endregion step
 
 
 def arguments() -> argparse.Namespace:
@@ -128,7 +128,7 @@ def main() -> list[float]:
     else:
         slides = made_up_slides(args.slides, args.tiles, 1536 if args.gigapath else SMALL_IN_DIM)
     in_dim = slides[0]["features"].shape[1]
-    # --8<-- [start:model]
+    # region model
     config = SlideEncoderConfig(in_dim=in_dim, **({} if args.gigapath else SMALL))
     torch.manual_seed(0)  # equal weights on every rank
     encoder = SlideEncoder(config, checkpoint="keep_attention", chunk_rows=4096)
@@ -136,7 +136,7 @@ def main() -> list[float]:
         {"encoder": encoder, "head": torch.nn.Linear(config.embed_dim, in_dim)}
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # --8<-- [end:model]
+    # endregion model
     twin = copy.deepcopy(model)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=3e-3)
 

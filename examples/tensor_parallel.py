@@ -28,16 +28,16 @@ TOLERANCE = 1e-5
 
 def make_optimizer(model):
     """AdamW, with parameters that are split over ranks and whole ones in groups of their own."""
-    # --8<-- [start:optimizer]
+    # region optimizer
     parameters = list(model.parameters())
     split = [p for p in parameters if isinstance(p, DTensor)]
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     groups = [{"params": each} for each in (split, whole) if each]
     return torch.optim.AdamW(groups, lr=1e-3)
-    # --8<-- [end:optimizer]
+    # endregion optimizer
 
 
-# --8<-- [start:clip]
+# region clip
 def clip_gradients(model, max_norm: float) -> None:
     """`clip_grad_norm_` of gradients some of which are split over ranks."""
     parameters = [p for p in model.parameters() if p.grad is not None]
@@ -50,10 +50,10 @@ def clip_gradients(model, max_norm: float) -> None:
         clip_grads_with_norm_(each, max_norm, total)
 
 
-# --8<-- [end:clip]
+# endregion clip
 
 
-# --8<-- [start:step]
+# region step
 def train_step(model, optimizer, text, mesh=None) -> float:
     """One step on whole sequences, which all ranks have here; returns the mean loss."""
     tokens, labels = text[:, :-1], text[:, 1:]
@@ -78,7 +78,7 @@ def train_step(model, optimizer, text, mesh=None) -> float:
     return loss.item()
 
 
-# --8<-- [end:step]
+# endregion step
 
 
 def main() -> None:
@@ -111,11 +111,11 @@ def main() -> None:
     text = torch.randint(256, (1, args.seq_len + 1)).to(device)
     twin = copy.deepcopy(model)
 
-    # --8<-- [start:mesh]
+    # region mesh
     ranks, split = dist.get_world_size(), args.tensor_parallel
     mesh = init_device_mesh(device, (ranks // split, split), mesh_dim_names=("sp", "tp"))
     parallelize_module(model, mesh["tp"], {"blocks.*": HeadParallel()})
-    # --8<-- [end:mesh]
+    # endregion mesh
 
     optimizer, twin_optimizer = make_optimizer(model), make_optimizer(twin)
     errors = []

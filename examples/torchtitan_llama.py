@@ -34,7 +34,7 @@ DOCUMENTS = [0, 100, 101, 300, TOKENS]
 TOLERANCE = 1e-4  # relative, in float32: sums are formed in another order
 
 
-# --8<-- [start:config]
+# region config
 def dilated_debugmodel() -> Trainer.Config:
     """Torchtitan's debug Llama, dilated: start it with --module and --config."""
     pattern = DilatedPattern([32, 128, None], [1, 3, 8])
@@ -44,7 +44,7 @@ def dilated_debugmodel() -> Trainer.Config:
     return config
 
 
-# --8<-- [end:config]
+# endregion config
 
 
 def step(cp: int, world_size: int) -> tuple[float, dict[str, torch.Tensor]]:

@@ -289,7 +289,7 @@ def learning_rate(args, step: int) -> float:
 # Checkpoints: folders of safetensors files and a run.json, in which nothing can run code
 
 
-# --8<-- [start:checkpoints]
+# region checkpoints
 def save(args, step: int, model, optimizer) -> None:
     """Write a checkpoint, every rank its share. Killed at any moment, it leaves the one before."""
     path, partial = args.out / f"step_{step:07}", args.out / ".partial"
@@ -332,7 +332,7 @@ def load(path: Path, model, optimizer) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-# --8<-- [end:checkpoints]
+# endregion checkpoints
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -36,21 +36,21 @@ def save_base(folder: Path) -> None:
         num_attention_heads=8,
         num_key_value_heads=2,
     )
-    # --8<-- [start:save]
+    # region save
     model = LlamaForCausalLM(config)  # or from_pretrained(...)
     set_attention(model, DilatedPattern([64, None], [1, 4]))
     model.save_pretrained(folder)  # config.json has the pattern now
-    # --8<-- [end:save]
+    # endregion save
 
 
 def with_adapters(folder: Path, group=None, layout=None):
     """The saved model with new adapters, the same on every rank."""
     torch.manual_seed(0)
-    # --8<-- [start:adapters]
+    # region adapters
     model = AutoModelForCausalLM.from_pretrained(folder)  # with its pattern
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     set_attention(model, group=group, layout=layout)  # the pattern is the config's
-    # --8<-- [end:adapters]
+    # endregion adapters
     return model.train()
 
 
@@ -113,10 +113,10 @@ def main() -> list[float]:
 
     same = True
     if rank == 0:
-        # --8<-- [start:load]
+        # region load
         model.save_pretrained(adapters)  # names the folder of the base model
         loaded = AutoPeftModelForCausalLM.from_pretrained(adapters)  # with the pattern
-        # --8<-- [end:load]
+        # endregion load
         same = torch.equal(generated(loaded, tokens[:, :200]), text)
         for step, loss in enumerate(losses):
             print(f"step {step}: loss {loss:.4f}")

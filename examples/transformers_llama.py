@@ -39,7 +39,7 @@ def packed_batch(length: int, vocab_size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions}
 
 
-# --8<-- [start:step]
+# region step
 def train_step(model, optimizer, batch, pattern, group=None) -> float:
     """One step on one batch of whole sequences; returns the loss."""
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -62,10 +62,10 @@ def train_step(model, optimizer, batch, pattern, group=None) -> float:
     return loss.item()
 
 
-# --8<-- [end:step]
+# endregion step
 
 
-# --8<-- [start:generate]
+# region generate
 def continue_text(model, prompt, new_tokens):
     """Greedy tokens behind a prompt, which every rank gives whole; all ranks get the same."""
     model.eval()
@@ -75,7 +75,7 @@ def continue_text(model, prompt, new_tokens):
     )
 
 
-# --8<-- [end:generate]
+# endregion generate
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def main() -> list[float]:
     group = dist.group.WORLD if sharded else None
     first = not sharded or dist.get_rank() == 0
 
-    # --8<-- [start:model]
+    # region model
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(
         vocab_size=256,
@@ -115,7 +115,7 @@ def main() -> list[float]:
     )
     model = LlamaForCausalLM(config)
     pattern = DilatedPattern([256, None], [1, 4])  # DilatedPattern.dense(): what Llama computes
-    # --8<-- [end:model]
+    # endregion model
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin))
 

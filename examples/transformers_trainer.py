@@ -35,7 +35,7 @@ TOLERANCE = 1e-4
 PATTERN = DilatedPattern([64, None], [1, 4])
 
 
-# --8<-- [start:trainer]
+# region trainer
 class SequenceParallelTrainer(Trainer):
     """A Trainer on a mesh of (dp, sp): ranks along sp share each sequence."""
 
@@ -115,7 +115,7 @@ class SequenceParallelTrainer(Trainer):
         return found
 
 
-# --8<-- [end:trainer]
+# endregion trainer
 
 
 class Recording(SequenceParallelTrainer):
@@ -207,7 +207,7 @@ def main() -> None:
         remove_unused_columns=False,
         disable_tqdm=True,
     )
-    # --8<-- [start:main]
+    # region main
     shape = (ranks // args.sequence_ranks, args.sequence_ranks)
     mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("dp", "sp"))
     model = new_model()
@@ -215,7 +215,7 @@ def main() -> None:
     twin = copy.deepcopy(model)
     trainer = Recording(model, arguments, mesh=mesh, train_dataset=texts(40), data_collator=collate)
     trainer.train()
-    # --8<-- [end:main]
+    # endregion main
     seen = [None] * ranks
     dist.all_gather_object(seen, trainer.whole_batches)
     groups = seen[:: args.sequence_ranks]  # the ranks of a group have seen the same

@@ -410,7 +410,7 @@ def detached_dilated_attention(
     options: AttentionOptions | None = None,
     **others: Any,
 ) -> Any:
-    """`dilated_attention`, which see, with ``branch_gradients="detached"``: torchscale's gradient.
+    """`dilated_attention` with ``branch_gradients="detached"``, which is torchscale's gradient.
 
     Args:
         query: (batch, local_sequence, heads, head_dim).

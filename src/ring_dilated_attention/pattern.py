@@ -69,7 +69,7 @@ class HeadOffset(NamedTuple):
 
 
 class HeadSlice(NamedTuple):
-    """KV heads `start` to `stop` (excluded) of the `total` of a layer: those of one rank, say.
+    """KV heads `start` to `stop` (excluded) of the `total` of a layer, such as those of one rank.
 
     Tensor parallelism gives every rank a few heads. Their offsets and branches are those that they
     have among all heads.

@@ -53,8 +53,8 @@ def tracked() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    """Texts in Markdown, but for those of docs/, whose links `make docs` checks."""
-    return [x for x in tracked() if x.suffix == ".md" and (ROOT / "docs") not in x.parents]
+    """Texts in Markdown, whose links must lead somewhere as GitHub shows them."""
+    return [x for x in tracked() if x.suffix == ".md"]
 
 
 def links(page: Path) -> list[str]:
@@ -119,13 +119,16 @@ def test_workflow_runs_what_is_claimed():
     assert {"lint", "lines", "test", "docs", "build"} == made_in(workflow) <= targets_of_make()
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
-def test_files_and_targets_that_pages_name_are_there(page):
-    text = (ROOT / page).read_text()
-    assert made_in(text) <= targets_of_make()
-    bases = ROOT / "src" / "ring_dilated_attention", ROOT, ROOT / "tests"
-    for path in re.findall(r"`([\w/]+\.py)`", text):
-        assert any((base / path).is_file() for base in bases), path
+def test_the_site_is_published_where_its_pages_say():
+    workflow = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert made_in(workflow) == {"docs"}
+    assert re.findall(r"^repo_url: (\S+)$", config, re.M) == [HOME]
+    assert f"git clone {HOME}\n" in (ROOT / "README.md").read_text()
+    (site,) = re.findall(r"^site_url: (\S+)$", config, re.M)
+    for text in (workflow, (ROOT / "README.md").read_text()):
+        assert site in text
+    assert PROJECT["urls"]["Documentation"] == site
 
 
 def test_no_broken_links():
@@ -194,18 +197,15 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
-def test_files_that_pages_name_are_there(page):
+def test_files_and_targets_that_pages_name_are_there(page):
     """And functions, where a page names one behind the file: ``a/b.py`` (``function``..."""
     package = ROOT / "src" / "ring_dilated_attention"
     text = (ROOT / page).read_text()
+    assert made_in(text) <= targets_of_make()
     for path, name in re.findall(r"`([\w/]+\.py)`(?: \(`([\w.]+)`)?", text):
         found = [base / path for base in (package, ROOT, ROOT / "tests") if (base / path).is_file()]
         assert found, path
         assert not name or name in names_in(found[0]), (path, name)
-
-
-def test_contributing_names_targets_that_exist():
-    assert made_in((ROOT / "CONTRIBUTING.md").read_text()) <= targets_of_make()
 
 
 def test_scripts_named_in_pages_exist_and_take_their_options():

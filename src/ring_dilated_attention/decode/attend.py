@@ -76,7 +76,7 @@ def cached_attention(
     return_lse: bool = False,
     step: Step | None = None,
 ) -> Any:  # out; (out, lse) with return_lse
-    """Causal dilated attention of the next positions to a cache, which has their rows afterwards.
+    """Causal dilated attention of the next positions to a cache, to which it adds them.
 
     The result is what the rows of these positions are in `dilated_attention` of the whole document
     with ``is_causal=True``. On the ranks of a group every rank makes the same call, with the same

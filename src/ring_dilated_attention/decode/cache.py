@@ -67,7 +67,7 @@ class Lengths(NamedTuple):
 
 
 class DilatedKVCache(DeepOnly):
-    """The KV cache of one attention layer: what later queries can still be shown, and no more.
+    """The KV cache of one attention layer: only what later queries can still attend to.
 
     In a branch (w, r) a causal query sees rows of its own segment, every r-th. So of a branch at
     most ceil(w / r) rows a head are of any use to later positions, however long the text is; a new

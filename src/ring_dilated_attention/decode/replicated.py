@@ -151,7 +151,7 @@ def replicated_query_attention(
     return_lse: bool = False,
     **fields: Unpack[OptionFields],
 ) -> Any:  # out; (out, lse) with return_lse
-    """Some rows of `dilated_attention`, for a query that every rank of the group holds whole.
+    """Dilated attention of a few queries that every rank has, to sharded keys and values.
 
     The result is what rows `positions` of the dilated attention of the whole sequence are: segments
     and offsets go by global position, and a position that no branch covers gets output 0, lse -inf

@@ -31,7 +31,7 @@ _SHARDED = ("query", "key", "value", "key_padding_mask")
 
 
 class ContextParallel(ParallelStyle):
-    """Has an attention module take and return DTensors that are sharded over the sequence.
+    """A parallel style for attention that takes and returns DTensors sharded over the sequence.
 
     The module is a `MultiheadDilatedAttention`, a `DilatedAttention`, or one of your own with these
     inside. Its tensors by position, and ``query``, ``key``, ``value`` and ``key_padding_mask`` by

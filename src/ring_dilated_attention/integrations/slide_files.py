@@ -212,7 +212,7 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
-    """Packs of the slides of files, and the errors of those that cannot be used.
+    """A stream of packs of slides, with an error for each file that cannot be used.
 
     Iterate over it, or over `loader`, whose processes read ahead.
 

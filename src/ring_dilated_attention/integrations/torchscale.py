@@ -297,14 +297,14 @@ def replace_dilated_attention(
 def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     """Set which positions each rank holds from now on, in every module that was replaced.
 
-    For sequences of other lengths than the last one's, whose shards are not equal.
+    Call it for each sequence whose length differs, unless shards are contiguous and equal.
 
     Args:
         model: its modules of this package are changed.
         layout: which positions each rank holds; None means contiguous equal shards.
 
     Returns:
-        How many modules were told.
+        The number of modules updated.
 
     Raises:
         TypeError: `layout` is neither a `SequenceLayout` nor None.

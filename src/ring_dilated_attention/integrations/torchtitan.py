@@ -38,7 +38,7 @@ _LAYOUTS: dict[str | None, str] = {"headtail": "zigzag", None: "contiguous"}
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """What the attentions of a forward pass know of its tokens.
+    """The documents and the layout of the tokens of a forward pass.
 
     Attributes:
         documents: int64 on the host, cumulative lengths ``[0, ..., n]`` of the documents that are

@@ -187,7 +187,7 @@ def set_attention(
 
 
 def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
-    """Tell a model which positions each rank holds from now on: for sequences of another length.
+    """Set which positions each rank holds from now on, for sequences of another length.
 
     Args:
         model: what `set_attention` was called with.
@@ -203,7 +203,7 @@ def set_layout(model: PreTrainedModel, layout: SequenceLayout | None) -> None:
 
 
 def batch_layout(model: PreTrainedModel, batch: Mapping[str, Any]) -> SequenceLayout:
-    """A layout that gives all ranks of a model as much work, for `set_layout` and `shard_batch`.
+    """A layout that balances the work of a batch, for `set_layout` and `shard_batch`.
 
     It is `SequenceLayout.balanced` where documents are packed, as ``cu_seq_lens_q`` or restarts of
     ``position_ids`` say, and not too short for every rank to have some of them; else zigzag.
@@ -228,7 +228,7 @@ def batch_layout(model: PreTrainedModel, batch: Mapping[str, Any]) -> SequenceLa
 def remove_attention(
     model: PreTrainedModel, attn_implementation: str = "sdpa", *, dense: bool = False
 ) -> None:
-    """Give a model transformers' own attention back: dense, or each layer's window or chunks.
+    """Restore transformers' own attention: dense, or each layer's window or chunks.
 
     Args:
         model: what `set_attention` was called with.

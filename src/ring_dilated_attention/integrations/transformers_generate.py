@@ -71,7 +71,7 @@ half too much."""
 
 
 class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
-    """A KV cache that keeps, of each layer, the rows that later positions can still be shown.
+    """A KV cache that keeps, for each layer, only what later positions can still attend to.
 
     A model with `set_attention` makes one by itself where it is called with ``use_cache=True``, as
     ``generate`` does. Make one yourself to reuse it, to limit it, or for a loop of your own; pass

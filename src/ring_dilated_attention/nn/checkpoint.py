@@ -228,7 +228,7 @@ def map_rows(
     rows: int | None,
     modules: Iterable[nn.Module] = (),
 ) -> Rows:
-    """Call a row-wise function on chunks of rows, and again in backward.
+    """Call a position-wise function on chunks of positions, and again in backward.
 
     With `rows`, autograd keeps the inputs alone; backward calls the function once more on each
     chunk, under the autocast of the forward call, with the random numbers that it had. Otherwise

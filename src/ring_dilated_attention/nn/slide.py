@@ -113,7 +113,7 @@ class EncoderBlock(Block):
 
 
 class Encoded(NamedTuple):
-    """What a rank gets of encoded slides.
+    """Encoded slides: vectors of class tokens and tiles, on this rank.
 
     Attributes:
         cls: the vector of the slide, that of its class token or, with ``pooling="mean"``, the mean

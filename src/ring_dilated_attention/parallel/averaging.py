@@ -44,7 +44,7 @@ def labels_per_rank(
     *,
     ignore_index: int = -100,
 ) -> Tensor:
-    """What every rank divides its summed loss by, so that averaged gradients are those of the mean.
+    """The divisor of every rank's summed loss, so that averaged gradients are those of the mean.
 
     DDP and FSDP average the gradients of all W ranks that they know, whether these ranks hold
     other sequences (data parallelism) or other parts of the same sequences. Let rank r have the

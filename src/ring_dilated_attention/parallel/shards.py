@@ -172,7 +172,7 @@ def shard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | Non
 
 
 def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | None = None) -> Any:
-    """Whole tensors out of the shards of all ranks, on every rank: the inverse of `shard`.
+    """Gather the shards of all ranks into whole tensors, on every rank: the inverse of `shard`.
 
     Results have no gradient: it would depend on whether each rank's loss is taken for a part of the
     loss or for all of it. Compute losses from shards.

@@ -61,7 +61,7 @@ to 30% longer, with a quarter three times as long: the host does not keep up.
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The plan of all ranks: what `plan_attention` was told, and what follows for all alike.
+    """The plan of all ranks: the arguments of `plan_attention`, and what is equal on all ranks.
 
     Attributes:
         pattern: the branches.

@@ -31,6 +31,13 @@ OWN_FILES = tuple(
 
 FIRST_LINES = 15
 """Of a page of results: a table begins within them."""
+MOST_WORDS = 5_000
+"""Of all pages of results together: the rest is JSON."""
+MOST_ROWS = 12
+"""Of a table of results."""
+MOST_LINES = 120
+"""Of the changelog."""
+COMMIT = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{7,40}\b")
 MOST_BYTES = 500_000
 """Of a tracked file: what is larger does not belong into the repository."""
 SHOWN_ELSEWHERE = re.compile(
@@ -64,6 +71,19 @@ def links(page: Path) -> list[str]:
     text = re.sub(r"`[^`\n]*`", "", text)
     inside = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
     return inside + re.findall(r"(?:src|srcset|href)=\"([^\"\s]+)", text)
+
+
+def prose(page: Path) -> str:
+    """A page without code and without targets of links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`|\]\([^)]*\)|(?:src|srcset|href)=\"[^\"]*\"", "", text)
+
+
+def rows_of_tables(text: str) -> list[int]:
+    """How many rows each table has, without its head."""
+    tables = re.findall(r"^\|.*\n\|[-:|]+\|\n((?:\|.*(?:\n|\Z))*)", text, flags=re.MULTILINE)
+    return [len(rows.splitlines()) for rows in tables]
 
 
 def anchors(page: Path) -> set[str]:
@@ -162,6 +182,40 @@ def test_a_page_of_results(page):
     assert "\n## Not measured\n" in text
     assert re.search(r"\b20\d\d-\d\d-\d\d\b", text), "when"
     assert page.name in links(RESULTS / "README.md")
+
+
+def test_results_are_short():
+    pages = sorted(RESULTS.glob("*.md"))
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    assert sum(words.values()) <= MOST_WORDS, words
+    for page in results_pages():
+        rows = rows_of_tables(page.read_text())
+        assert rows, page.name
+        assert max(rows) <= MOST_ROWS, (page.name, rows)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "benchmarks/results/*.md"])
+def test_no_commits_in_prose(page):
+    """Whoever reads has a version and a date."""
+    found = [(x.name, y) for x in sorted(ROOT.glob(page)) for y in COMMIT.findall(prose(x))]
+    assert not found
+
+
+def test_changelog_is_short():
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_what_a_release_needs():
+    files = {str(x.relative_to(ROOT)) for x in tracked()}
+    forms = {f".github/ISSUE_TEMPLATE/{x}.yml" for x in ("bug", "feature")}
+    wanted = {"SECURITY.md", "CODE_OF_CONDUCT.md", "src/ring_dilated_attention/py.typed"}
+    assert wanted | forms <= files
+    assert "rda doctor" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "uses: ./.github/workflows/ci.yml" in workflow
+    assert "id-token: write" in workflow
+    assert "workflow_call:" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
 def test_every_file_of_results_is_linked():

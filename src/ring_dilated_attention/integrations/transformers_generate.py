@@ -15,7 +15,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -262,25 +262,17 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 # --- attention
 
 
-class Scores(NamedTuple):
-    """How scores become weights: arguments of `dilated_attention` and `cached_attention`."""
-
-    scale: float | None = None
-    sink: Tensor | None = None
-    softcap: float | None = None
-
-
 def attended(
     call: Call,
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Mask,
-    scores: Scores,
+    scores: dict[str, Any],
 ) -> Tensor:
     """Attention of the shards of a sequence, or of new tokens to a cache, which then has them too.
 
-    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim); the
-    result is (batch, m, heads, head_dim of value).
+    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim);
+    `scores` scale, sink and softcap. The result is (batch, m, heads, head_dim of value).
     """
     settings, cache, width = call.settings, call.cache, tensors[2].shape[3]
     options = settings.options
@@ -300,13 +292,13 @@ def attended(
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
             found: torch.Tensor = cached_attention(
-                query, key, value, kv, **scores._asdict(), backend=options.backend
+                query, key, value, kv, **scores, backend=options.backend
             )
             return found
     out = dilated_attention(
         *(query, key, value, pattern),
         is_causal=mask.is_causal,
-        **scores._asdict(),
+        **scores,
         documents=call.documents,
         lengths=call.lengths,
         group=options.group,

@@ -440,10 +440,7 @@ def _through(
 def _last_rows(
     hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
 ) -> Tensor:
-    """The rows at these positions, one of each row of the batch: (batch, embed_dim), on all ranks.
-
-    `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
-    """
+    """One row of each sequence of the batch, at these positions: (batch, embed_dim), on all ranks."""
     found = hidden.new_zeros(len(lasts), hidden.shape[2])
     positions = layout.positions(ends.rank, device=hidden.device)
     row, local = (torch.tensor(lasts, device=hidden.device)[:, None] == positions).nonzero().mT
@@ -458,11 +455,7 @@ def _last_rows(
 def _captures(
     capture: bool | None, model: nn.Module, caches: Sequence[DilatedKVCache], max_new_tokens: int
 ) -> bool:
-    """Whether steps are captured in a CUDA graph: as asked for, or where it helps (None).
-
-    Raises:
-        ValueError: it is asked for, and cannot be.
-    """
+    """Whether steps are captured in a CUDA graph: as asked for, or where it helps (None)."""
     cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
     layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]

@@ -57,6 +57,7 @@ class Settings:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks that share a sequence."""
         return resolve_exchange(self.options.group).world_size
 
     def raise_refusal(self) -> None:

@@ -25,11 +25,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..decode import DeepOnly, DilatedKVCache, cached_attention
-from ..exchange import all_gather, resolve_exchange, settle
+from ..exchange import resolve_exchange
 from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from ..parallel import comparing
 from ..pattern import DilatedPattern, check_positive_int
+from ..torch_op import sum_over_ranks
 from .transformers_call import (
     SETTINGS,
     Call,
@@ -291,11 +292,11 @@ def attended(
         query, key, value = autocast_inputs(query, key, value)
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
-            found: torch.Tensor = cached_attention(
+            found: Tensor = cached_attention(
                 query, key, value, kv, **scores, backend=options.backend
             )
             return found
-    out = dilated_attention(
+    out: Tensor = dilated_attention(
         *(query, key, value, pattern),
         is_causal=mask.is_causal,
         **scores,
@@ -341,9 +342,7 @@ def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
     stops = torch.tensor(call.after, device=hidden.device)[:, None]
     is_last = layout.positions(ends.rank, device=hidden.device) == stops - 1
     own = hidden.where(is_last[..., None], 0).sum(1, keepdim=True)
-    with ends.calls.enter(type(module).__name__, "hidden states") as scope:
-        settle(scope, ends, hidden.device)
-        output.last_hidden_state = sum(all_gather(ends, own))
+    output.last_hidden_state = sum_over_ranks(own, type(module).__name__, ends)
     return output
 
 

@@ -10,21 +10,21 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 BUDGET = {
     "bench": (812, 4),
     "checks": (1_473, 6),
-    "cli": (1_295, 7),
+    "cli": (1_284, 7),
     "decode": (1_626, 5),
     "draw": (737, 5),
     "engine": (2_284, 9),
     "exchange": (1_510, 6),
-    "integrations": (3_392, 11),
+    "integrations": (3_361, 11),
     "kernels": (3_387, 10),
-    "nn": (4_011, 16),
+    "nn": (3_948, 16),
     "parallel": (1_029, 4),
     "plan": (3_021, 9),
     "the root": (2_556, 11),
     "tiles": (1_106, 6),
     "torch_op": (1_211, 5),
 }
-MOST_TESTS = 23_350
+MOST_TESTS = 23_500
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -199,10 +199,9 @@ def _encoded(
                 )
                 encoded = found[0] if maps else found
                 ready = [encoded.cls if layer is None else encoded.layers[layer]]
-                if maps and encoder.config.pooling == "cls":
-                    ready.append(found[1].rollout[0])
-                elif maps:  # of all tiles, whose mean the vector is
-                    ready.append(found[1].received[:, 0].mean((0, 1)))
+                if maps:  # of the class token, or of all tiles, whose mean the vector is
+                    is_cls, of = encoder.config.pooling == "cls", found[1]
+                    ready.append(of.rollout[0] if is_cls else of.received[:, 0].mean((0, 1)))
                 ready = [x.float().to("cpu", non_blocking=True) for x in ready]
             copied = None
             if device.type == "cuda":
@@ -218,28 +217,18 @@ def _encoded(
 
 @dataclass(frozen=True)
 class Results:
-    """A file for each slide, written under another name first: one that is there is whole.
-
-    Attributes:
-        folder: of the files.
-        maps: folder of heat maps, or None.
-        encoder: what computes the features, in words; a folder with those of another is refused.
-    """
+    """A file for each slide, written under another name first: one that is there is whole."""
 
     folder: Path
-    maps: Path | None
-    encoder: str
+    maps: Path | None  # folder of heat maps
+    encoder: str  # what computes the features, in words; a folder with those of another is refused
 
     def __post_init__(self) -> None:
         for folder in filter(None, (self.folder, self.maps)):
             folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, name: str) -> bool:
-        """Whether there are all files of a slide.
-
-        Raises:
-            ValueError: its embedding is another encoder's.
-        """
+        """Whether there are all files of a slide; a ValueError if they are another encoder's."""
         import h5py
 
         path = self.folder / f"{name}.h5"

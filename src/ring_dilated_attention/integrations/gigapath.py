@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..exchange import (
-    Exchange,
-    Group,
-    one_group,
-    resolve_exchange,
-    together,
-    untraced,
-)
+from ..exchange import Exchange, Group, one_group, resolve_exchange, together, untraced
 from ..layout import SequenceLayout
 from ..torch_op import sum_over_ranks
 from .torchscale import attention_of, replace_dilated_attention, set_layout
@@ -155,7 +148,6 @@ class _ShardedForward:
 
     @property
     def reads_mean(self) -> bool:
-        """Whether the model reads the mean of the tiles' rows."""
         return not self.has_class_token or bool(self.model.global_pool)
 
     def __call__(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..nn.slides import PackedSlides, Slide, pack
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["SlideFileError", "SlideStream", "read_slide", "slide_files"]
 
@@ -28,13 +25,8 @@ class SlideFileError(ValueError):
 
 
 def _of_h5(path: Path) -> Mapping[str, Any]:
-    try:
-        import h5py
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'files of slides in HDF5 need h5py: pip install "ring-dilated-attention[cli]"',
-            name="h5py",
-        ) from error
+    import h5py  # of the extra `cli`
+
     with h5py.File(path) as file:
         found = {name: each[()] for name, each in file.items() if isinstance(each, h5py.Dataset)}
         places = [file, *(file[name] for name in found if name in _COORDINATES)]
@@ -53,11 +45,7 @@ def _of_pt(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {"features": found}  # CLAM's have nothing else
 
 
-_READERS: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
-    ".h5": _of_h5,
-    ".npz": _of_npz,
-    ".pt": _of_pt,
-}
+_READERS = {".h5": _of_h5, ".npz": _of_npz, ".pt": _of_pt}
 _FEATURES, _COORDINATES = ("features", "tile_embeds"), ("coords", "coordinates")
 """Names by which files have them: the first is TRIDENT's and CLAM's."""
 
@@ -175,9 +163,8 @@ def _rows(found: Mapping[str, Any], names: Sequence[str]) -> Tensor:
             "coords"
         )
     if not isinstance(rows, Tensor):
-        array: np.ndarray[Any, Any] = rows
         try:
-            rows = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+            rows = torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
         except (AttributeError, TypeError):
             raise SlideFileError(f"has {names[0]} that are no numbers: write it anew") from None
     return rows[0] if rows.dim() == 3 and len(rows) == 1 else rows

@@ -67,7 +67,6 @@ from .transformers_call import (
 from .transformers_generate import (
     CachedCall,
     DilatedCache,
-    Scores,
     attended,
     prepare_cache_for_generation,
     prepared_with_cache,
@@ -354,7 +353,7 @@ def attention_forward(
     if why or not isinstance(mask, Mask):
         raise ValueError(f"{why} (in {type(module).__name__})")
     attend = attended if call.cache is None else _attended_untraced
-    scores = Scores(scaling, s_aux, softcap)
+    scores = {"scale": scaling, "sink": s_aux, "softcap": softcap}
     return attend(call, module, (query, key, value), mask, scores), None
 
 

@@ -15,7 +15,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..decode import DeepOnly, DilatedKVCache, cached_attention
-from ..exchange import all_gather, resolve_exchange, settle
+from ..exchange import resolve_exchange
 from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from ..parallel import comparing
 from ..pattern import DilatedPattern, check_positive_int
+from ..torch_op import sum_over_ranks
 from .transformers_call import (
     SETTINGS,
     Call,
@@ -262,25 +263,17 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 # --- attention
 
 
-class Scores(NamedTuple):
-    """How scores become weights: arguments of `dilated_attention` and `cached_attention`."""
-
-    scale: float | None = None
-    sink: Tensor | None = None
-    softcap: float | None = None
-
-
 def attended(
     call: Call,
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Mask,
-    scores: Scores,
+    scores: dict[str, Any],
 ) -> Tensor:
     """Attention of the shards of a sequence, or of new tokens to a cache, which then has them too.
 
-    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim); the
-    result is (batch, m, heads, head_dim of value).
+    `tensors` are query, key and value as transformers has them, (batch, heads, m, head_dim);
+    `scores` scale, sink and softcap. The result is (batch, m, heads, head_dim of value).
     """
     settings, cache, width = call.settings, call.cache, tensors[2].shape[3]
     options = settings.options
@@ -299,14 +292,14 @@ def attended(
         query, key, value = autocast_inputs(query, key, value)
         kv = cache.of_layer(layer, key, pattern)
         if cache.lengths:
-            found: torch.Tensor = cached_attention(
-                query, key, value, kv, **scores._asdict(), backend=options.backend
+            found: Tensor = cached_attention(
+                query, key, value, kv, **scores, backend=options.backend
             )
             return found
-    out = dilated_attention(
+    out: Tensor = dilated_attention(
         *(query, key, value, pattern),
         is_causal=mask.is_causal,
-        **scores._asdict(),
+        **scores,
         documents=call.documents,
         lengths=call.lengths,
         group=options.group,
@@ -349,9 +342,7 @@ def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
     stops = torch.tensor(call.after, device=hidden.device)[:, None]
     is_last = layout.positions(ends.rank, device=hidden.device) == stops - 1
     own = hidden.where(is_last[..., None], 0).sum(1, keepdim=True)
-    with ends.calls.enter(type(module).__name__, "hidden states") as scope:
-        settle(scope, ends, hidden.device)
-        output.last_hidden_state = sum(all_gather(ends, own))
+    output.last_hidden_state = sum_over_ranks(own, type(module).__name__, ends)
     return output
 
 

@@ -53,10 +53,7 @@ _FIXED = (nn.Linear, nn.Embedding, nn.LayerNorm, LayerNorm)
 def check_checkpoint(checkpoint: Checkpoint, blocks: int, chunk_rows: int | None) -> None:
     """Raise unless a module can checkpoint like this, with the input of every `blocks`-th block.
 
-    Raises:
-        TypeError: `blocks` or `chunk_rows` is not an int.
-        ValueError: `checkpoint` is unknown, a number below 1, or `blocks` above 1 without
-            ``keep_attention``, as attention would be computed a third time.
+    Without ``keep_attention`` attention would be computed a third time where `blocks` is above 1.
     """
     check_choice("checkpoint", checkpoint, CHECKPOINTS)
     if check_positive_int("checkpoint_blocks", blocks) > 1 and checkpoint != "keep_attention":
@@ -82,11 +79,8 @@ def attention_policy(
 class _Recomputation(_CachedTorchDispatchMode):  # type: ignore[no-untyped-call]
     """In backward, gives back what attention computed; every other operator runs.
 
-    torch's own mode refuses an operator that runs more often than in forward. `fully_shard` may
-    gather weights in backward that forward found gathered, and marks where it begins and ends.
-
-    Args:
-        made: torch's own mode, in whose place this one is used.
+    torch's own mode, `made`, refuses an operator that runs more often than in forward. Under
+    `fully_shard` backward may gather weights that forward found gathered.
     """
 
     def __init__(self, made: Any) -> None:
@@ -115,11 +109,7 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 class _Weights:
-    """The weights that modules have now, and all that is in them.
-
-    Attributes:
-        tensors: those that gradients may be wanted of, each one once.
-    """
+    """The weights that modules have now; `tensors` are those of them, each one once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._places = [
@@ -140,10 +130,7 @@ class _Weights:
             is_away = now is None or any(x.is_meta or is_dtensor(x) for x in (now, tensor))
             same = now is tensor or is_away
             if not same or _version(tensor) != version:
-                other = (
-                    "another one (with functional_call use torch.func.grad, or pass tensors that "
-                    "are no nn.Parameter)"
-                )
+                other = "another one (with functional_call use torch.func.grad, or pass tensors)"
                 how = "changed in place" if same else other
                 raise RuntimeError(
                     f"{name} of a {type(module).__name__} was {how} between forward and backward, "

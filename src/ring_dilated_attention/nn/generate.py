@@ -13,22 +13,13 @@ from torch import Tensor, nn
 
 from ..decode import CapturedStep, DilatedKVCache, Step, cached_attention, steps_by_kernel
 from ..documents import Integers
-from ..exchange import (
-    Exchange,
-    Group,
-    agree,
-    all_gather,
-    one_group,
-    resolve_exchange,
-    settle,
-    together,
-)
+from ..exchange import Exchange, Group, agree, one_group, resolve_exchange, together
 from ..functional import autocast_inputs
 from ..layout import SequenceLayout
 from ..options import check_options
 from ..parallel import is_dtensor, is_fully_sharded
 from ..pattern import check_int, check_positive_int, in_brief
-from ..torch_op import telling_ranks
+from ..torch_op import sum_over_ranks, telling_ranks
 from .attention import MultiheadDilatedAttention
 from .block import Attend, Block
 from .config import LongNetConfig
@@ -440,29 +431,18 @@ def _through(
 def _last_rows(
     hidden: Tensor, lasts: Sequence[int], layout: SequenceLayout, ends: Exchange
 ) -> Tensor:
-    """The rows at these positions, one of each row of the batch: (batch, embed_dim), on all ranks.
-
-    `hidden` are this rank's rows, shape (batch, local_sequence, embed_dim).
-    """
+    """The row of each sequence at one of these positions, on all ranks: (batch, embed_dim)."""
     found = hidden.new_zeros(len(lasts), hidden.shape[2])
     positions = layout.positions(ends.rank, device=hidden.device)
     row, local = (torch.tensor(lasts, device=hidden.device)[:, None] == positions).nonzero().mT
     found[row] = hidden[row, local]
-    if ends.world_size == 1:
-        return found
-    with ends.calls.enter("LongNet.prefill", "last rows") as scope:
-        settle(scope, ends, hidden.device)
-        return torch.stack(all_gather(ends, found)).sum(0)  # all but one of a row are 0
+    return sum_over_ranks(found, "LongNet.prefill", ends) if ends.world_size > 1 else found
 
 
 def _captures(
     capture: bool | None, model: nn.Module, caches: Sequence[DilatedKVCache], max_new_tokens: int
 ) -> bool:
-    """Whether steps are captured in a CUDA graph: as asked for, or where it helps (None).
-
-    Raises:
-        ValueError: it is asked for, and cannot be.
-    """
+    """Whether steps are captured in a CUDA graph: as asked for, or where it helps (None)."""
     cache, modules = caches[0], list(model.modules())
     device = cache.keys.device
     layers = [x for x in modules if isinstance(x, MultiheadDilatedAttention)]

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WHOLE = {
+_MODULES = {
     "embedding": "patch_embed.proj",
-    "cls_token": "cls_token",
     "norm": "encoder.layer_norm",
     "pooled_norm": "norm",
-}
-_BLOCK = {
     **{f"attention.{x}_proj": f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")},
     "attention.norm": "self_attn.inner_attn_ln",
     "attention_norm": "self_attn_layer_norm",
@@ -29,7 +26,7 @@ _BLOCK = {
     "inner_norm": "ffn.ffn_layernorm",
     "contract": "ffn.fc2",
 }
-"""Our modules, and theirs."""
+"""Our modules, those of a block without its path, and theirs."""
 
 _TELLING = "patch_embed.proj.weight"
 """A key that every state dict has, behind the prefix of a model around the encoder."""
@@ -37,21 +34,15 @@ _TELLING = "patch_embed.proj.weight"
 
 def gigapath_key(name: str) -> str:
     """The key that prov-gigapath has for a parameter of `SlideEncoder`."""
-    if name in _WHOLE:  # which is no module
-        return _WHOLE[name]
     module, _, kind = name.rpartition(".")
-    if not module.startswith("blocks."):
-        return f"{_WHOLE[module]}.{kind}"
-    _, number, inner = module.split(".", 2)
-    return f"encoder.layers.{number}.{_BLOCK[inner]}.{kind}"
+    if module.startswith("blocks."):
+        _, number, inner = module.split(".", 2)
+        return f"encoder.layers.{number}.{_MODULES[inner]}.{kind}"
+    return f"{_MODULES[module]}.{kind}" if module else name  # the class token is of no module
 
 
 def gigapath_state(file: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of a file, or of a mapping like its content, by prov-gigapath's keys.
-
-    Raises:
-        ValueError: it holds no slide encoder.
-    """
+    """The weights of a file, or of a mapping like its content, by prov-gigapath's keys."""
     found: Any = file
     if not isinstance(file, Mapping):
         # A training program's arguments may be beside the weights: names and values.
@@ -71,11 +62,7 @@ def gigapath_state(file: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str
 def gigapath_fields(
     state: Mapping[str, Tensor], *, global_pool: bool, max_wsi_size: int, tile_size: float
 ) -> dict[str, Any]:
-    """The fields of `SlideEncoderConfig` that weights and prov-gigapath's code tell.
-
-    Raises:
-        ValueError: a weight is missing.
-    """
+    """The fields of `SlideEncoderConfig` that weights and prov-gigapath's code tell."""
     numbers = {key.split(".")[2] for key in state if key.startswith("encoder.layers.")}
     first = "encoder.layers.0.ffn.fc1.weight"
     if first not in state:
@@ -100,11 +87,7 @@ def gigapath_fields(
 
 
 def weights_of(state: Mapping[str, Tensor], names: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The parameters with these names, copied.
-
-    Raises:
-        ValueError: one is missing, or the encoder has others, whose function is not known.
-    """
+    """The parameters with these names, copied; a `ValueError` where some lack or are unknown."""
     keys = {gigapath_key(name): name for name in names}
     missing = [key for key in keys if key not in state]
     # Prov-GigaPath's code does not read what else is in the file, a decoder's weights, say.

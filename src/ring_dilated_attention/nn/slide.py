@@ -401,8 +401,7 @@ class SlideEncoder(nn.Module):
         If any rank's arguments do not fit, an error on every rank: one that raised alone would
         leave the others waiting for it in the first attention.
         """
-        rows: Rows | None = None
-        places, failure = None, None
+        rows, places, failure = None, None, None
         rank, world_size = place_in(group)
         try:
             self._check_shapes(features, coordinates)

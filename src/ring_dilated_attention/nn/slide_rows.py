@@ -20,17 +20,11 @@ Numbers: TypeAlias = float | Sequence[float] | Tensor
 
 
 class Packed(NamedTuple):
-    """Which rows are of which of the packed slides; tensors are int64.
+    """Which rows are of which of the packed slides; tensors are int64."""
 
-    Attributes:
-        own: the slides whose class token is here, (count,).
-        slides: the slide of each local tile, (local_tiles,).
-        counts: how many tiles each slide has on all ranks, (slides,).
-    """
-
-    own: Tensor
-    slides: Tensor
-    counts: Tensor
+    own: Tensor  # the slides whose class token is here, (count,)
+    slides: Tensor  # the slide of each local tile, (local_tiles,)
+    counts: Tensor  # how many tiles each slide has on all ranks, (slides,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +152,7 @@ def rows_of_pack(
     world_size: int,
     layout: SequenceLayout | None,
 ) -> Rows:
-    """The rows of features, (1, local_tiles, in_dim), of slides with these borders in tiles.
-
-    Raises:
-        TypeError: `documents` are no ints; or a tensor, on several ranks or in a layout, while
-            torch.compile traces.
-        ValueError: the batch is not 1, or the borders or the layout do not fit.
-    """
+    """The rows of features, (1, local_tiles, in_dim), of slides with these borders in tiles."""
     batch, tiles, _ = features.shape
     if batch != 1:
         raise ValueError(f"packed slides must be a batch of 1; got features of batch {batch}")
@@ -226,8 +214,8 @@ def _rows_of_cls(
     rows: dict[int, int] = {}
     local = 0
     for start, stop in ranges:
-        here = {slide: p for slide, p in enumerate(starts[:-1]) if start <= p < stop}
-        rows |= {slide: local + p - start for slide, p in here.items()}
+        own = (each for each in enumerate(starts[:-1]) if start <= each[1] < stop)
+        rows |= {slide: local + at - start for slide, at in own}
         local += stop - start
     if local != tiles + len(rows):
         raise ValueError(

@@ -117,27 +117,19 @@ class Merged:
 
 @dataclass(frozen=True)
 class TileCall:
-    """The options that all tiles of a call share.
+    """The options that all tiles of a call share."""
 
-    Attributes:
-        selection: the back ends that may compute them.
-        scale: factor on the scores.
-        batch: batch size.
-        heads_per_kv: query heads of a KV head.
-        workspace: the most that slices allocate, in multiples of the size of query; None: the
-            constants of this module say.
-        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
-            short calls are to hold.
-        softcap: c of scores c * tanh(s / c); None: scores are as they are.
-    """
-
-    selection: Selection
-    scale: float
-    batch: int
-    heads_per_kv: int
+    selection: Selection  # the back ends that may compute them
+    scale: float  # factor on the scores
+    batch: int  # batch size
+    heads_per_kv: int  # query heads of a KV head
+    # the most that slices allocate, in multiples of the size of query; None: the constants
+    # of this module say
     workspace: float | None = None
+    # operations of forward on the rows that the rank holds; 0 where the limits of short
+    # calls are to hold
     own_flops: float = 0.0
-    softcap: float | None = None
+    softcap: float | None = None  # c of scores c * tanh(s / c); None: scores are as they are
 
     @cached_property
     def limits(self) -> Limits:
@@ -264,18 +256,12 @@ def _cut(block: Block, call: TileCall, given: _Tensors) -> Iterator[KernelCall]:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """How the tiles of a group are computed: block by block, or all in one launch.
+    """How the tiles of a group are computed: block by block, or all in one launch."""
 
-    Attributes:
-        blocks: a kernel call each.
-        table: tiles of the launch.
-        packed: more of them.
-        calls: the kernel calls of the blocks, for each of the last few layouts.
-    """
-
-    blocks: tuple[Block, ...]
-    table: tuple[Tile, ...]
-    packed: tuple[PackedTiles, ...]
+    blocks: tuple[Block, ...]  # a kernel call each
+    table: tuple[Tile, ...]  # tiles of the launch
+    packed: tuple[PackedTiles, ...]  # more of them
+    # the kernel calls of the blocks, for each of the last few layouts
     calls: dict[Hashable, Any] = field(default_factory=dict)
 
 

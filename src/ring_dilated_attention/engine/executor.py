@@ -29,27 +29,16 @@ from .own_rows import OwnSchedule, backward_own, forward_own, own_schedule
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything but the tensors of one call on one rank.
+    """Everything but the tensors of one call on one rank."""
 
-    Attributes:
-        plan: what the rank does.
-        exchange: its end of the group.
-        backend: what computes tiles.
-        scale: factor on the scores.
-        gathers: whether all messages are in flight behind the running compute, or one.
-        workspace: the most that slices allocate; see `dilated_attention`.
-        detached: whether backward takes the weights of branches for constants.
-        softcap: see `TileCall`.
-    """
-
-    plan: RankPlan
-    exchange: Exchange
-    backend: Selection
-    scale: float
-    gathers: bool
-    workspace: float | None = None
-    detached: bool = False
-    softcap: float | None = None
+    plan: RankPlan  # what the rank does
+    exchange: Exchange  # its end of the group
+    backend: Selection  # what computes tiles
+    scale: float  # factor on the scores
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
+    workspace: float | None = None  # the most that slices allocate; see `dilated_attention`
+    detached: bool = False  # whether backward takes the weights of branches for constants
+    softcap: float | None = None  # see `TileCall`
 
     def prepared(self, query: torch.Tensor) -> Prepared:
         """The call without its tensors and its exchange; kept with its plan for the next one."""

@@ -104,18 +104,13 @@ def labels_per_rank(
 
 
 class _Average(NamedTuple):
-    """The ranks whose gradients are averaged.
+    """The ranks whose gradients are averaged."""
 
-    Attributes:
-        groups: a sum over each, one after the other, is a sum over all ranks; or a single
-            `Exchange`, whose ranks may be threads.
-        ranks: all of them, as numbers of the whole world; None: not known.
-        divisor: what the sum of their gradients is divided by.
-    """
-
+    # a sum over each, one after the other, is a sum over all ranks; or a single `Exchange`,
+    # whose ranks may be threads
     groups: list[dist.ProcessGroup] | Exchange
-    ranks: frozenset[int] | None
-    divisor: float
+    ranks: frozenset[int] | None  # all of them, as numbers of the whole world; None: not known
+    divisor: float  # what the sum of their gradients is divided by
 
     def total(self, counts: Tensor) -> Tensor:
         """The sums of all ranks' counts, which are as many on each."""

@@ -9,7 +9,7 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
     "bench": (812, 4),
-    "checks": (1_452, 6),
+    "checks": (1_453, 6),
     "cli": (1_284, 7),
     "decode": (1_626, 5),
     "draw": (737, 5),

@@ -139,7 +139,8 @@ def reference_attention(
         query, key, value = (x.masked_fill(mask, 0.0) for x in (query, key, value))
         sinks = torch.where(mask[:, None, :, 0, 0], sinks.detach(), sinks)
 
-    group = query.shape[2] // key.shape[2]
+    _, length, kv_heads, _ = key.shape
+    group = query.shape[2] // kv_heads
     keys, values = (x.repeat_interleave(group, 2) for x in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, keys)
     scores = scores * (query.shape[3] ** -0.5 if scale is None else scale)
@@ -149,7 +150,7 @@ def reference_attention(
     def attend(branches: DilatedPattern) -> _Pair:
         counts, zero_keys = (
             x.repeat_interleave(group, 1).to(query.device)
-            for x in _counts(branches, *key.shape[1:3], is_causal, borders, valid)
+            for x in _counts(branches, length, kv_heads, is_causal, borders, valid)
         )
         covered = counts.sum(-1) > 0
         # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.

@@ -38,24 +38,7 @@ KINDS_KEPT = 64
 """Kinds of calls whose plans are kept: about 40 KB each, and 6 for each packed document."""
 
 
-@lru_cache(maxsize=KINDS_KEPT)
-def _plan(
-    pattern: DilatedPattern,
-    layout: SequenceLayout,
-    is_causal: bool,
-    num_heads: int,
-    num_kv_heads: int,
-    borders: tuple[int, ...],
-) -> AttentionPlan:
-    return plan_attention(
-        pattern,
-        layout,
-        is_causal=is_causal,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        documents=borders,
-        length=borders[-1],
-    )
+_plan = lru_cache(maxsize=KINDS_KEPT)(plan_attention)
 
 
 class FlatOptions(NamedTuple):
@@ -276,8 +259,18 @@ def plan_rows(
     pattern, layout = options.pattern(), options.layout_of(length, world_size)
     packed = tuple(options.documents), tuple(options.lengths)
     for rows, borders in packed_rows(*packed, batch, layout.length):
-        heads = num_heads, options.num_kv_heads
-        yield rows, _plan(pattern, layout, options.is_causal, *heads, borders)
+        yield (
+            rows,
+            _plan(
+                pattern,
+                layout,
+                is_causal=options.is_causal,
+                num_heads=num_heads,
+                num_kv_heads=options.num_kv_heads,
+                documents=borders,
+                length=borders[-1],
+            ),
+        )
 
 
 def check_integers(options: FlatOptions, shape: Sequence[int], ends: Exchange) -> None:

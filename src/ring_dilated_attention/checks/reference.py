@@ -139,75 +139,61 @@ def reference_attention(
         query, key, value = (x.masked_fill(mask, 0.0) for x in (query, key, value))
         sinks = torch.where(mask[:, None, :, 0, 0], sinks.detach(), sinks)
 
-    def attend(branches: DilatedPattern) -> _Pair:
-        counts = _counts(query, key, branches, is_causal, borders, valid)
-        return _attention(query, key, value, *counts, sinks, scale, softcap)
+    _, length, kv_heads, _ = key.shape
+    group = query.shape[2] // kv_heads
+    keys, values = (x.repeat_interleave(group, 2) for x in (key, value))
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, keys)
+    scores = scores * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
 
-    if detached:
-        return _mixed([attend(one) for one in pattern.single_branches()])
-    return attend(pattern)
+    def attend(branches: DilatedPattern) -> _Pair:
+        counts, zero_keys = (
+            x.repeat_interleave(group, 1).to(query.device)
+            for x in _counts(branches, length, kv_heads, is_causal, borders, valid)
+        )
+        covered = counts.sum(-1) > 0
+        # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.
+        counted = scores + torch.where(covered[..., None], counts.to(scores.dtype).log(), 0.0)
+        # One more column: a score of 0 and a value of 0, counted once for each zero key.
+        zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
+        columns = counted, zero_scores[..., None], sinks[..., None]
+        lse = torch.logsumexp(torch.cat(columns, -1), -1)
+        weights = torch.exp(counted - lse[..., None]) * covered[..., None]
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+        return out, torch.where(covered, lse, sinks)
+
+    if not detached:
+        return attend(pattern)
+    # Each branch is weighed by its share of the softmax, which is a constant.
+    found = zip(*map(attend, pattern.single_branches()), strict=True)
+    outs, lses = (torch.stack(each) for each in found)
+    lses = lses.detach()
+    lse = lses.logsumexp(0)
+    weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0))
+    return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
 
 
 def _counts(
-    query: torch.Tensor,
-    key: torch.Tensor,
     pattern: DilatedPattern,
+    length: int,
+    num_kv_heads: int,
     is_causal: bool,
     documents: Sequence[int] | None,
     lengths: Sequence[int] | None,
 ) -> _Pair:
-    """`key_counts` of query heads, (rows, H, n, n) and (rows, H, n).
+    """`key_counts` of rows of a batch: (rows, H, n, n) and (rows, H, n).
 
     There is one row for all of the batch without `lengths`, else each has its own: that of a
     sequence of its valid positions, and nothing where there is padding.
     """
-    (_, length, num_heads, _), num_kv_heads = query.shape, key.shape[2]
     found = []
     for valid in lengths or [length]:
         borders = [*(x for x in documents or [0] if x < valid), valid]
         of_row = key_counts(pattern, valid, num_kv_heads, is_causal=is_causal, documents=borders)
         found.append([F.pad(x, (0, length - valid) * (x.ndim - 1)) for x in of_row])
-    counts, zero_keys = (torch.stack(each).to(query.device) for each in zip(*found, strict=True))
-    group = num_heads // num_kv_heads
-    return counts.repeat_interleave(group, 1), zero_keys.repeat_interleave(group, 1)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    counts: torch.Tensor,
-    zero_keys: torch.Tensor,
-    sinks: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-) -> _Pair:
-    """Out and lse, by how often each query sees each key, how many zero keys, and its sink."""
-    group = query.shape[2] // key.shape[2]
-    key, value = (x.repeat_interleave(group, 2) for x in (key, value))
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
-    scores = scores * (query.shape[3] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    covered = counts.sum(-1) > 0
-    # Rows that see nothing get a harmless finite row, so that no NaN enters the gradient.
-    scores = scores + torch.where(covered[..., None], counts.to(scores.dtype).log(), 0.0)
-    # One more column: a score of 0 and a value of 0, counted once for each zero key.
-    zero_scores = zero_keys.to(scores.dtype).log().expand(scores.shape[:3])
-    columns = scores, zero_scores[..., None], sinks[..., None]
-    lse = torch.logsumexp(torch.cat(columns, -1), -1)
-    weights = torch.exp(scores - lse[..., None]) * covered[..., None]
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, value)
-    return out, torch.where(covered, lse, sinks)
-
-
-def _mixed(branches: Sequence[_Pair]) -> _Pair:
-    """The results of branches, each weighed by its share of the softmax, which is a constant."""
-    outs, lses = (torch.stack(each) for each in zip(*branches, strict=True))
-    lses = lses.detach()
-    lse = lses.logsumexp(0)
-    weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0))
-    return (weights.transpose(2, 3).unsqueeze(-1) * outs).sum(0), lse
+    counts, zero_keys = (torch.stack(each) for each in zip(*found, strict=True))
+    return counts, zero_keys
 
 
 @contextmanager

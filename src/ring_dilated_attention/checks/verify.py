@@ -246,20 +246,14 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank found in one case; outcomes of a case's ranks add up.
+    """What one rank found in one case; outcomes of a case's ranks add up."""
 
-    Attributes:
-        squares: per tensor, sums of squares of (error, expected, plain error): the plain error is
-            that of the reference computed in the case's dtype, or `Case.roundoff` if that is more.
-        sent_bytes: bytes that the exchange sent.
-        planned_bytes: bytes that the plan says it sends.
-        valid: no NaN, uncovered rows exactly (0, -inf), shapes and dtypes as documented.
-    """
-
+    # per tensor, sums of squares of (error, expected, plain error): the plain error is that
+    # of the reference computed in the case's dtype, or `Case.roundoff` if that is more
     squares: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    sent_bytes: int = 0
-    planned_bytes: int = 0
-    valid: bool = True
+    sent_bytes: int = 0  # bytes that the exchange sent
+    planned_bytes: int = 0  # bytes that the plan says it sends
+    valid: bool = True  # no NaN, uncovered rows exactly (0, -inf), shapes and dtypes as documented
 
     def __add__(self, other: Outcome) -> Outcome:
         sums: Any = {

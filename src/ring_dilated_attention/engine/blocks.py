@@ -42,17 +42,11 @@ def _ahead(place: Place, step: Place, count: int) -> Place:
 
 
 class Placement(NamedTuple):
-    """Size, stride and offset of a view, as `as_strided` takes them.
+    """Size, stride and offset of a view, as `as_strided` takes them."""
 
-    Attributes:
-        size: the shape of the view.
-        stride: its strides.
-        offset: its first element, counted from the tensor's.
-    """
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    size: tuple[int, ...]  # the shape of the view
+    stride: tuple[int, ...]  # its strides
+    offset: int  # its first element, counted from the tensor's
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a tensor."""
@@ -60,29 +54,17 @@ class Placement(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Part of a tile, or of several equal ones, that one kernel call can take.
+    """Part of a tile, or of several equal ones, that one kernel call can take."""
 
-    Attributes:
-        member: which of the query heads of a KV head it computes; 0 of all of them.
-        group: how many of them: one, or all.
-        is_causal: row i sees keys 0 to i.
-        band: as of a `Tile`.
-        outer: its first dimension.
-        inner: its second dimension.
-        start: the first query row and key row.
-        queries: rows, of which only `length` and `stride` matter here.
-        keys: rows, of which only `length` and `stride` matter here.
-    """
-
-    member: int
-    group: int
-    is_causal: bool
-    band: tuple[int, int] | None
-    outer: Axis
-    inner: Axis
-    start: Place
-    queries: Rows
-    keys: Rows
+    member: int  # which of the query heads of a KV head it computes; 0 of all of them
+    group: int  # how many of them: one, or all
+    is_causal: bool  # row i sees keys 0 to i
+    band: tuple[int, int] | None  # as of a `Tile`
+    outer: Axis  # its first dimension
+    inner: Axis  # its second dimension
+    start: Place  # the first query row and key row
+    queries: Rows  # rows, of which only `length` and `stride` matter here
+    keys: Rows  # rows, of which only `length` and `stride` matter here
 
     @property
     def pairs(self) -> int:
@@ -159,15 +141,10 @@ class Block(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Alike tiles whose starts are evenly spaced, as those of heads that repeat offsets are.
+    """Alike tiles whose starts are evenly spaced, as those of heads that repeat offsets are."""
 
-    Attributes:
-        tiles: the tiles.
-        axis: the axis over them; its heads are KV heads.
-    """
-
-    tiles: tuple[Tile, ...]
-    axis: Axis
+    tiles: tuple[Tile, ...]  # the tiles
+    axis: Axis  # the axis over them; its heads are KV heads
 
     def blocks(self, batch: int, group: int, *, grouped: bool = False) -> Iterator[Block]:
         """Cut the tiles into as few blocks as views allow; `group`: query heads per KV head.

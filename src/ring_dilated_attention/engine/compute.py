@@ -117,27 +117,19 @@ class Merged:
 
 @dataclass(frozen=True)
 class TileCall:
-    """The options that all tiles of a call share.
+    """The options that all tiles of a call share."""
 
-    Attributes:
-        selection: the back ends that may compute them.
-        scale: factor on the scores.
-        batch: batch size.
-        heads_per_kv: query heads of a KV head.
-        workspace: the most that slices allocate, in multiples of the size of query; None: the
-            constants of this module say.
-        own_flops: operations of forward on the rows that the rank holds; 0 where the limits of
-            short calls are to hold.
-        softcap: c of scores c * tanh(s / c); None: scores are as they are.
-    """
-
-    selection: Selection
-    scale: float
-    batch: int
-    heads_per_kv: int
+    selection: Selection  # the back ends that may compute them
+    scale: float  # factor on the scores
+    batch: int  # batch size
+    heads_per_kv: int  # query heads of a KV head
+    # the most that slices allocate, in multiples of the size of query; None: the constants
+    # of this module say
     workspace: float | None = None
+    # operations of forward on the rows that the rank holds; 0 where the limits of short
+    # calls are to hold
     own_flops: float = 0.0
-    softcap: float | None = None
+    softcap: float | None = None  # c of scores c * tanh(s / c); None: scores are as they are
 
     @cached_property
     def limits(self) -> Limits:
@@ -264,18 +256,12 @@ def _cut(block: Block, call: TileCall, given: _Tensors) -> Iterator[KernelCall]:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """How the tiles of a group are computed: block by block, or all in one launch.
+    """How the tiles of a group are computed: block by block, or all in one launch."""
 
-    Attributes:
-        blocks: a kernel call each.
-        table: tiles of the launch.
-        packed: more of them.
-        calls: the kernel calls of the blocks, for each of the last few layouts.
-    """
-
-    blocks: tuple[Block, ...]
-    table: tuple[Tile, ...]
-    packed: tuple[PackedTiles, ...]
+    blocks: tuple[Block, ...]  # a kernel call each
+    table: tuple[Tile, ...]  # tiles of the launch
+    packed: tuple[PackedTiles, ...]  # more of them
+    # the kernel calls of the blocks, for each of the last few layouts
     calls: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -384,8 +370,21 @@ def forward(
     query, (out, lse, store), backend = inputs.query, result, call.selection.backend
     work = _schedule(group, call, query.shape[3], call.limits.forward)
     if work.table or work.packed:  # first: it does not have to wait for additions of its group
-        add_all = partial(_forward_launch, work, call, inputs, result)
-        sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
+
+        def launch() -> None:
+            cells, config = _launch(work, False, call, query)
+            kernels.tiles_forward(
+                *inputs,
+                out,
+                lse,
+                cells,
+                is_causal=cells.is_causal,
+                scale=call.scale,
+                store=store,
+                config=config,
+            )
+
+        sums.run(launch, *inputs, into=(out, lse, *inputs[1:]), holds=False)
     totals = out, lse.transpose(1, 2)
     given = inputs, (), totals, (store, False), sums.most_held
     for one in _kernel_calls(work, call, given):
@@ -399,21 +398,6 @@ def forward(
         add_all = partial(merge, out_rows, lse_rows, *found, store=store)
         sums.run(add_all, *found, into=(out_rows, lse_rows), is_long=one.is_long)
         del found, add_all  # before the next call makes its own
-
-
-def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
-    """Compute all tiles that share a launch, and merge their results."""
-    cells, config = _launch(work, False, call, inputs.query)
-    kernels.tiles_forward(
-        *inputs,
-        result.out,
-        result.lse,
-        cells,
-        is_causal=cells.is_causal,
-        scale=call.scale,
-        store=result.stores,
-        config=config,
-    )
 
 
 def backward(
@@ -432,9 +416,25 @@ def backward(
     query = inputs.query
     work = _schedule(group, call, query.shape[3], call.limits.backward)
     if work.table or work.packed:  # first, as in forward
-        add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
+
+        def launch() -> None:
+            cells, config = _launch(work, True, call, query)
+            kernels.tiles_backward(
+                merged.dout,
+                *inputs,
+                merged.lse,
+                merged.delta,
+                *gradients[:3],
+                cells,
+                is_causal=cells.is_causal,
+                scale=call.scale,
+                store=store,
+                store_keys=store_keys,
+                config=config,
+            )
+
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
-        sums.run(add_all, *reads, into=(*totals, *inputs[1:]), holds=False)
+        sums.run(launch, *reads, into=(*totals, *inputs[1:]), holds=False)
     of_merged = merged.dout, merged.out, merged.lse.transpose(1, 2)
     given = inputs, of_merged, totals, (store, store_keys), sums.most_held
     for one in _kernel_calls(work, call, given):
@@ -455,26 +455,6 @@ def backward(
             sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
-
-
-def _backward_launch(
-    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
-) -> None:
-    """The gradients of all tiles that share a launch, added where they belong."""
-    cells, config = _launch(work, True, call, inputs.query)
-    kernels.tiles_backward(
-        merged.dout,
-        *inputs,
-        merged.lse,
-        merged.delta,
-        *gradients[:3],
-        cells,
-        is_causal=cells.is_causal,
-        scale=call.scale,
-        store=gradients.stores_query,
-        store_keys=gradients.stores_keys,
-        config=config,
-    )
 
 
 def _add_all(

@@ -17,7 +17,7 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..kernels import keep_few
-from ..plan import Action, Message, RankPlan, TileGroup, lower
+from ..plan import Action, RankPlan, TileGroup, lower
 from ..tiles import Selection, accumulate_dtype
 from . import compute, transfer
 from .accumulate import Accumulator, kernels_on, sum_dtype
@@ -29,27 +29,16 @@ from .own_rows import OwnSchedule, backward_own, forward_own, own_schedule
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything but the tensors of one call on one rank.
+    """Everything but the tensors of one call on one rank."""
 
-    Attributes:
-        plan: what the rank does.
-        exchange: its end of the group.
-        backend: what computes tiles.
-        scale: factor on the scores.
-        gathers: whether all messages are in flight behind the running compute, or one.
-        workspace: the most that slices allocate; see `dilated_attention`.
-        detached: whether backward takes the weights of branches for constants.
-        softcap: see `TileCall`.
-    """
-
-    plan: RankPlan
-    exchange: Exchange
-    backend: Selection
-    scale: float
-    gathers: bool
-    workspace: float | None = None
-    detached: bool = False
-    softcap: float | None = None
+    plan: RankPlan  # what the rank does
+    exchange: Exchange  # its end of the group
+    backend: Selection  # what computes tiles
+    scale: float  # factor on the scores
+    gathers: bool  # whether all messages are in flight behind the running compute, or one
+    workspace: float | None = None  # the most that slices allocate; see `dilated_attention`
+    detached: bool = False  # whether backward takes the weights of branches for constants
+    softcap: float | None = None  # see `TileCall`
 
     def prepared(self, query: torch.Tensor) -> Prepared:
         """The call without its tensors and its exchange; kept with its plan for the next one."""
@@ -387,22 +376,16 @@ class Backward(Run):
         """Add gradients of own rows that another rank has returned."""
         assert action.step is not None
         (pending, sent, returned), (_, dkey, dvalue) = self._returning.popleft(), self.totals[:3]
-        add_all = partial(_add_returned, pending, returned, action.step.send, dkey, dvalue)
+        message = action.step.send
+
+        def add_all() -> None:
+            pending.wait()
+            if returned is not None and message is not None:
+                transfer.add_returned(dkey, dvalue, returned, message)
+
         if action.behind:
             held = [x for x in (sent, returned) if x is not None]
             self.sums.start(add_all, *held, into=(dkey, dvalue))
         else:
             self.sums.join()
             add_all()
-
-
-def _add_returned(
-    pending: Pending,
-    returned: torch.Tensor | None,
-    message: Message | None,
-    dkey: torch.Tensor,
-    dvalue: torch.Tensor,
-) -> None:
-    pending.wait()
-    if returned is not None and message is not None:
-        transfer.add_returned(dkey, dvalue, returned, message)

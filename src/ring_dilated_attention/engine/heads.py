@@ -20,15 +20,10 @@ Sent: TypeAlias = tuple[int, torch.Tensor]
 
 
 class Peers(NamedTuple):
-    """The ranks that have the same heads as this one, for the engine to send rows to.
+    """The ranks that have the same heads as this one, for the engine to send rows to."""
 
-    Attributes:
-        ends: this rank's end of the whole group.
-        ranks: of the whole group.
-    """
-
-    ends: Exchange
-    ranks: range
+    ends: Exchange  # this rank's end of the whole group
+    ranks: range  # of the whole group
 
     def start(self, send: Sent | None, receive: Sent | None) -> Pending:
         """See `Exchange.start`; ranks are counted among these."""
@@ -37,15 +32,10 @@ class Peers(NamedTuple):
 
 
 class HeadExchange(NamedTuple):
-    """A rank's end of an all-to-all by heads.
+    """A rank's end of an all-to-all by heads."""
 
-    Attributes:
-        share: which heads and rows this rank has.
-        ends: its end of the group.
-    """
-
-    share: HeadShare
-    ends: Exchange
+    share: HeadShare  # which heads and rows this rank has
+    ends: Exchange  # its end of the group
 
     def to_heads(self, *tensors: torch.Tensor) -> torch.Tensor:
         """All rows of the group, of the heads that this rank computes.

@@ -65,20 +65,14 @@ class OwnLaunch:
 
 @dataclass(frozen=True, eq=False)
 class OwnSchedule:
-    """How a rank computes tiles whose queries and keys it holds, in this order.
+    """How a rank computes tiles whose queries and keys it holds, in this order."""
 
-    Attributes:
-        covering: no group, or the one that has every row as query and key once, and so needs no
-            result to add to; but for rows that a launch has.
-        launches: what is computed row by row.
-        others: further groups.
-        zero_keys: those that are left to be merged.
-    """
-
+    # no group, or the one that has every row as query and key once, and so needs no result
+    # to add to; but for rows that a launch has
     covering: tuple[TileGroup, ...]
-    launches: tuple[OwnLaunch, ...]
-    others: tuple[TileGroup, ...]
-    zero_keys: tuple[TileGroup, ...]
+    launches: tuple[OwnLaunch, ...]  # what is computed row by row
+    others: tuple[TileGroup, ...]  # further groups
+    zero_keys: tuple[TileGroup, ...]  # those that are left to be merged
 
 
 def own_schedule(one: RankPlan, call: TileCall, head_dim: int) -> OwnSchedule:

@@ -152,8 +152,16 @@ def _numbers_of(message: Message) -> tuple[torch.Tensor, int]:
 def _runs_of(
     message: Message, packed: torch.Tensor, tensors: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The slots of every run of a message, for K and for V, and its rows in their tensors."""
-    slots = [_slots_of(run, each) for each in packed for run in message.runs]
+    """The slots of every run of a message, for K and for V, and its rows in their tensors.
+
+    Both as (batch, heads, length, head_dim).
+    """
+    shapes = [(len(run.heads), run.rows.length) for run in message.runs]
+    slots = [
+        x[:, run.slot : run.slot + heads * length].view(len(x), heads, length, x.shape[2])
+        for x in packed
+        for run, (heads, length) in zip(message.runs, shapes, strict=True)
+    ]
     return slots, [_rows_of(run, each) for each in tensors for run in message.runs]
 
 
@@ -170,10 +178,3 @@ def _rows_of(run: Run, tensor: torch.Tensor) -> torch.Tensor:
         ),
         tensor.storage_offset() + run.rows.start * of_row + run.heads.start * of_head,
     )
-
-
-def _slots_of(run: Run, slots: torch.Tensor) -> torch.Tensor:
-    """A run of (batch, slots, head_dim): (batch, heads, length, head_dim)."""
-    batch, _, head_dim = slots.shape
-    stop = run.slot + len(run.heads) * run.rows.length
-    return slots[:, run.slot : stop].view(batch, len(run.heads), run.rows.length, head_dim)

@@ -104,18 +104,13 @@ def labels_per_rank(
 
 
 class _Average(NamedTuple):
-    """The ranks whose gradients are averaged.
+    """The ranks whose gradients are averaged."""
 
-    Attributes:
-        groups: a sum over each, one after the other, is a sum over all ranks; or a single
-            `Exchange`, whose ranks may be threads.
-        ranks: all of them, as numbers of the whole world; None: not known.
-        divisor: what the sum of their gradients is divided by.
-    """
-
+    # a sum over each, one after the other, is a sum over all ranks; or a single `Exchange`,
+    # whose ranks may be threads
     groups: list[dist.ProcessGroup] | Exchange
-    ranks: frozenset[int] | None
-    divisor: float
+    ranks: frozenset[int] | None  # all of them, as numbers of the whole world; None: not known
+    divisor: float  # what the sum of their gradients is divided by
 
     def total(self, counts: Tensor) -> Tensor:
         """The sums of all ranks' counts, which are as many on each."""
@@ -201,8 +196,10 @@ def _of_fully_shard(model: nn.Module) -> _Average:
         divisor = getattr(sharded, "gradient_divide_factor", None)
         meshes[mesh, mesh.size() if divisor is None else divisor] = None
         for parameter in sharded.fsdp_params:
-            for owner, name in _owners(parameter):
-                managed.add(id(getattr(owner, name)))
+            info = parameter._module_info  # a parameter may be shared by several modules
+            managed.add(id(getattr(info.module, info.param_name)))
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            managed.update(id(getattr(owner, name)) for owner, name in shared)
     if not meshes:
         raise ValueError(
             f"{type(model).__name__} is neither in DistributedDataParallel nor under fully_shard, "
@@ -237,13 +234,6 @@ def _parameter_groups(model: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.12 on
             one = state._fsdp_param_group if groups is None else None
             yield from ([one] if one else groups or [])
-
-
-def _owners(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that have a parameter of FSDP2, and its name there."""
-    info = parameter._module_info
-    yield info.module, info.param_name
-    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -116,20 +116,13 @@ def own_part(mesh: Any, cuts: Sequence[bool], size: int) -> range:
 
 
 class Placed(NamedTuple):
-    """How the query, key and value of a call are placed on a mesh.
+    """How the query, key and value of a call are placed on a mesh."""
 
-    Attributes:
-        mesh: all of its ranks make the call.
-        placements: one for each dimension of the mesh.
-        shape: of the whole query.
-        group: the ranks that share each sequence; None: every rank has all of it.
-        layout: which of them holds which positions; None: contiguous equal shards.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    shape: tuple[int, ...]
-    group: Group
+    mesh: DeviceMesh  # all of its ranks make the call
+    placements: tuple[Any, ...]  # one for each dimension of the mesh
+    shape: tuple[int, ...]  # of the whole query
+    group: Group  # the ranks that share each sequence; None: every rank has all of it
+    # which of them holds which positions; None: contiguous equal shards
     layout: SequenceLayout | None
 
     @classmethod

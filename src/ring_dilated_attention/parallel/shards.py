@@ -195,10 +195,24 @@ def unshard(mesh: Group, buffers: Any, seq_dims: Any, layout: SequenceLayout | N
     with together("unshard", ends, torch.device("cpu")) as agreed:
         leaves = _leaves(buffers, seq_dims)
         agreed.device = leaves[0][1].device
+        _check_layout(layout, world_size)
+        words = {"layout": _in_words(layout)}  # what must be equal on all ranks
         for name, tensor, dim in leaves:
-            _check_shard(name, tensor, dim, layout, rank, world_size)
-        words = {name: _kind(x, dim, layout) for name, x, dim in leaves}
-        agreed.on({**words, "layout": _in_words(layout)})
+            shape = list(tensor.shape)
+            if layout is not None:
+                held = f"and {name} has {shape[dim]} along dimension {dim}"
+                layout.check_shard(rank, world_size, shape[dim], held)
+                shape[dim] = -1
+            elif not shape[dim]:
+                raise ValueError(f"{name} has no positions along dimension {dim}; pass the layout")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"unshard returns tensors without a gradient, and {name} requires one: call it "
+                    "under torch.no_grad() or pass a detached tensor, and compute losses from "
+                    "shards"
+                )
+            words[name] = f"{tensor.dtype} {shape} {tensor.device.type} {dim % tensor.ndim}"
+        agreed.on(words)
     whole = iter([_gathered(ends, tensor.detach(), dim, layout) for _, tensor, dim in leaves])
     return pytree.tree_map(lambda x: x if x is None else next(whole), buffers)
 
@@ -268,37 +282,8 @@ def _check_layout(layout: Any, world_size: int) -> None:
     layout.check_ranks(world_size)
 
 
-def _check_shard(
-    name: str,
-    tensor: Tensor,
-    dim: int,
-    layout: SequenceLayout | None,
-    rank: int,
-    world_size: int,
-) -> None:
-    _check_layout(layout, world_size)
-    if layout is None and not tensor.shape[dim]:
-        raise ValueError(f"{name} has no positions along dimension {dim}; pass the layout")
-    if layout is not None:
-        held = f"and {name} has {tensor.shape[dim]} along dimension {dim}"
-        layout.check_shard(rank, world_size, tensor.shape[dim], held)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"unshard returns tensors without a gradient, and {name} requires one: call it under "
-            "torch.no_grad() or pass a detached tensor, and compute losses from shards"
-        )
-
-
 def _in_words(layout: SequenceLayout | None) -> str:
     return f"{layout!r} ({layout.digest[:8]})" if isinstance(layout, SequenceLayout) else "None"
-
-
-def _kind(tensor: Tensor, dim: int, layout: SequenceLayout | None) -> str:
-    """What must be equal on all ranks."""
-    shape = list(tensor.shape)
-    if layout is not None:
-        shape[dim] = -1
-    return f"{tensor.dtype} {shape} {tensor.device.type} {dim % tensor.ndim}"
 
 
 @untraced

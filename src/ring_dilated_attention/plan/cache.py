@@ -50,26 +50,17 @@ NO_END = 1 << 62
 
 @dataclass(frozen=True)
 class CachedBranch:
-    """The keys of one branch that a cache keeps.
+    """The keys of one branch that a cache keeps."""
 
-    Attributes:
-        index: of the branch in the pattern.
-        segment_length: in positions; `NO_END`: there is one segment, which has no end.
-        window: the most members before itself that a position is shown; `NO_END`: all.
-        dilation_rate: in positions.
-        heads: the KV heads that it shows anything, each with its offset.
-        slots: rows that a rank has for each of them, enough for the next member to be written
-            before anything is dropped.
-        first_row: of the first head's slots, among the rows of a batch row.
-    """
-
-    index: int
-    segment_length: int
-    window: int
-    dilation_rate: int
-    heads: tuple[HeadOffset, ...]
+    index: int  # of the branch in the pattern
+    segment_length: int  # in positions; `NO_END`: there is one segment, which has no end
+    window: int  # the most members before itself that a position is shown; `NO_END`: all
+    dilation_rate: int  # in positions
+    heads: tuple[HeadOffset, ...]  # the KV heads that it shows anything, each with its offset
+    # rows that a rank has for each of them, enough for the next member to be written before
+    # anything is dropped
     slots: int
-    first_row: int
+    first_row: int  # of the first head's slots, among the rows of a batch row
 
     def per_segment(self, offset: int) -> int:
         """Members of a full segment."""
@@ -115,64 +106,38 @@ class CachedBranch:
 
 
 class NewTile(NamedTuple):
-    """New positions of one segment that the same heads see each other in.
+    """New positions of one segment that the same heads see each other in."""
 
-    Attributes:
-        branch: that shows them to each other.
-        heads: of `branch.heads`, which.
-        kv_heads: the same ones, among all KV heads.
-        queries: which of the new positions.
-        band: in which they do, as `TileInputs` has it; None: each sees all that came before it.
-        kept: the members that came before and that the first of them is shown.
-    """
-
-    branch: CachedBranch
-    heads: slice
-    kv_heads: slice
-    queries: slice
+    branch: CachedBranch  # that shows them to each other
+    heads: slice  # of `branch.heads`, which
+    kv_heads: slice  # the same ones, among all KV heads
+    queries: slice  # which of the new positions
+    # in which they do, as `TileInputs` has it; None: each sees all that came before it
     band: tuple[int, int] | None
-    kept: range
+    kept: range  # the members that came before and that the first of them is shown
 
 
 class KeptRows(NamedTuple):
-    """Rows that a rank keeps.
+    """Rows that a rank keeps."""
 
-    Attributes:
-        branch: that shows them.
-        heads: of `branch.heads`, which.
-        kv_heads: the same ones, among all KV heads.
-        rows: of the tensor that they come from.
-        members: as which the rank keeps them: its own numbers, consecutive.
-    """
-
-    branch: CachedBranch
-    heads: slice
-    kv_heads: slice
-    rows: slice
-    members: range
+    branch: CachedBranch  # that shows them
+    heads: slice  # of `branch.heads`, which
+    kv_heads: slice  # the same ones, among all KV heads
+    rows: slice  # of the tensor that they come from
+    members: range  # as which the rank keeps them: its own numbers, consecutive
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The keys that a cache keeps, and the rows where they are.
+    """The keys that a cache keeps, and the rows where they are."""
 
-    Attributes:
-        pattern: which keys each head sees.
-        num_kv_heads: key and value heads.
-        max_length: the most positions of a document; None: any number.
-        max_rewind: the most positions that are taken back.
-        shards: the ranks that share it; 1: each rank that has it has it whole.
-        branches: those of the pattern that show a head anything.
-        rows: of keys, and of values, that a rank has for a batch row, of all heads.
-    """
-
-    pattern: DilatedPattern
-    num_kv_heads: int
-    max_length: int | None
-    max_rewind: int
-    shards: int
-    branches: tuple[CachedBranch, ...]
-    rows: int
+    pattern: DilatedPattern  # which keys each head sees
+    num_kv_heads: int  # key and value heads
+    max_length: int | None  # the most positions of a document; None: any number
+    max_rewind: int  # the most positions that are taken back
+    shards: int  # the ranks that share it; 1: each rank that has it has it whole
+    branches: tuple[CachedBranch, ...]  # those of the pattern that show a head anything
+    rows: int  # of keys, and of values, that a rank has for a batch row, of all heads
 
     def __str__(self) -> str:
         return (

@@ -59,20 +59,16 @@ def check_plan(plan: AttentionPlan) -> None:
 
 @dataclass
 class _World:
-    """All ranks, and what they have done.
+    """All ranks, and what they have done."""
 
-    Attributes:
-        held: of each rank, the positions of its local rows.
-        computed: (branch, head, query, key), and how often.
-        sent: by sender and receiver, what was sent in order: kind, rows and message.
-        expected: the same, as receivers expect it.
-        known: what was computed by a group, once it has been checked; and checked steps, by id.
-    """
-
-    held: list[list[int]]
+    held: list[list[int]]  # of each rank, the positions of its local rows
+    # (branch, head, query, key), and how often
     computed: _Quadruples = field(default_factory=Counter)
+    # by sender and receiver, what was sent in order: kind, rows and message
     sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    # the same, as receivers expect it
     expected: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    # what was computed by a group, once it has been checked; and checked steps, by id
     known: dict[Any, _Quadruples] = field(default_factory=dict)
 
     def run(self, programs: Sequence[Program], backward: bool) -> None:

@@ -31,29 +31,18 @@ class Stretch(NamedTuple):
 
 
 class HeadShare(NamedTuple):
-    """What one rank does in an all-to-all by heads; see `HeadSplit`.
+    """What one rank does in an all-to-all by heads; see `HeadSplit`."""
 
-    Attributes:
-        rank: the rank.
-        peers: the ranks that compute the same heads: one of each group.
-        units: by member of the rank's group, the units that it computes.
-        stretches: by member, where its rows lie among those of the group.
-        local_length: rows that the rank holds.
-        group_length: rows that its group holds.
-        all_units: number of units, of all ranks.
-        repeats: units of a KV head.
-        query_heads: the query heads that it computes.
-    """
-
-    rank: int
-    peers: range
-    units: dict[int, range]
+    rank: int  # the rank
+    peers: range  # the ranks that compute the same heads: one of each group
+    units: dict[int, range]  # by member of the rank's group, the units that it computes
+    # by member, where its rows lie among those of the group
     stretches: dict[int, tuple[Stretch, ...]]
-    local_length: int
-    group_length: int
-    all_units: int
-    repeats: int
-    query_heads: slice
+    local_length: int  # rows that the rank holds
+    group_length: int  # rows that its group holds
+    all_units: int  # number of units, of all ranks
+    repeats: int  # units of a KV head
+    query_heads: slice  # the query heads that it computes
 
 
 @dataclass(frozen=True)
@@ -62,20 +51,13 @@ class HeadSplit:
 
     Heads are dealt out in units: a KV head and the query heads that it serves, or, where there are
     too few of these, a part of them, and the KV head for each part.
-
-    Attributes:
-        layout: which rank holds which positions.
-        num_heads: number of query heads.
-        num_kv_heads: number of KV heads.
-        parts: the most units of a KV head.
-        ranks: in a group.
     """
 
-    layout: SequenceLayout
-    num_heads: int
-    num_kv_heads: int
-    parts: int
-    ranks: int
+    layout: SequenceLayout  # which rank holds which positions
+    num_heads: int  # number of query heads
+    num_kv_heads: int  # number of KV heads
+    parts: int  # the most units of a KV head
+    ranks: int  # in a group
 
     @cached_property
     def repeats(self) -> int:

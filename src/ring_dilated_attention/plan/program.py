@@ -32,24 +32,17 @@ Kind = Literal["fetch", "wait", "tiles", "return", "add", "zero"]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One thing that a rank does."""
 
-    Attributes:
-        kind: which; see the docstring of the module.
-        rank: the plan of the heads that it is done for.
-        step: whose rows it is about; None: the rank's own.
-        part: of own tiles, which: all of them, or the first group alone, or the others. Backward
-            leaves the others for later: gradients return behind them.
-        keeps: of a fetch, whether the next one sends the same rows, which are packed once.
-        behind: of an addition, whether tiles come next, behind which it can be done.
-    """
-
-    kind: Kind
-    rank: RankPlan
-    step: Step | None = None
+    kind: Kind  # which; see the docstring of the module
+    rank: RankPlan  # the plan of the heads that it is done for
+    step: Step | None = None  # whose rows it is about; None: the rank's own
+    # of own tiles, which: all of them, or the first group alone, or the others. Backward
+    # leaves the others for later: gradients return behind them.
     part: Literal["all", "first", "rest"] = "all"
+    # of a fetch, whether the next one sends the same rows, which are packed once
     keeps: bool = False
-    behind: bool = False
+    behind: bool = False  # of an addition, whether tiles come next, behind which it can be done
 
     @property
     def groups(self) -> tuple[TileGroup, ...]:

@@ -143,14 +143,10 @@ class TileGroup:
 
     They may be computed in any order, or at once. Equal only to itself, so that what is worked out
     for a group can be kept by it without hashing its tiles.
-
-    Attributes:
-        single: tiles written down one by one.
-        packed: further tiles, written down together.
     """
 
-    single: tuple[Tile, ...]
-    packed: tuple[PackedTiles, ...] = ()
+    single: tuple[Tile, ...]  # tiles written down one by one
+    packed: tuple[PackedTiles, ...] = ()  # further tiles, written down together
 
     @property
     def branch(self) -> int:

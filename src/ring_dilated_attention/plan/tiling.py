@@ -301,24 +301,15 @@ class OwnRange(NamedTuple):
     """Consecutive rows of a part, and the branches that are computed there row by row.
 
     Positions count from the start of their document.
-
-    Attributes:
-        start: the first position of the part.
-        stop: the position behind its last.
-        shift: position p is local row ``p + shift``.
-        document: positions of the document.
-        low: the first position of the range.
-        high: the position behind its last.
-        branches: bit b says whether branch b is among them.
     """
 
-    start: int
-    stop: int
-    shift: int
-    document: int
-    low: int
-    high: int
-    branches: int
+    start: int  # the first position of the part
+    stop: int  # the position behind its last
+    shift: int  # position p is local row ``p + shift``
+    document: int  # positions of the document
+    low: int  # the first position of the range
+    high: int  # the position behind its last
+    branches: int  # bit b says whether branch b is among them
 
 
 class OwnWork(NamedTuple):
@@ -327,18 +318,13 @@ class OwnWork(NamedTuple):
     A branch by itself is tiles, as large as a kernel likes them. Where they are too small for a
     kernel call each, one launch goes through all rows instead, and for each row through its
     branches.
-
-    Attributes:
-        ranges: what is computed row by row.
-        groups: what is left, one group of tiles for each branch that has any.
-        crossing: further tiles, whose queries and keys are in different parts.
-        zero_keys: which queries see how many zero keys, but for those of `ranges`, where the
-            kernel counts them; see `zero_key_groups`.
     """
 
-    ranges: tuple[OwnRange, ...]
-    groups: tuple[TileGroup, ...]
-    crossing: tuple[TileGroup, ...]
+    ranges: tuple[OwnRange, ...]  # what is computed row by row
+    groups: tuple[TileGroup, ...]  # what is left, one group of tiles for each branch that has any
+    crossing: tuple[TileGroup, ...]  # further tiles, whose queries and keys are in different parts
+    # which queries see how many zero keys, but for those of `ranges`, where the kernel
+    # counts them; see `zero_key_groups`
     zero_keys: tuple[TileGroup, ...]
 
 

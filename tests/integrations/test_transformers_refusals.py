@@ -233,7 +233,6 @@ MODEL_REFUSALS: dict[str, Any] = {
         {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)},
         r"other masks have no dilated attention. Got shape \(2, 1, 41, 41\)",
     ),
-    "an additive mask": ({"attention_mask": torch.zeros(2, LENGTH)}, "torch.float32"),
     "a mask of documents": ({"attention_mask": LEFT + 1}, "0 and 1 only, .* up to 2"),
     "a mask of each layer": ({"attention_mask": {}}, "must be a tensor .* Got dict"),
     "rows packed otherwise": (

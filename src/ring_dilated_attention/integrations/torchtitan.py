@@ -26,7 +26,7 @@ from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..options import Schedule, check_options
-from ..pattern import DilatedPattern, in_brief
+from ..pattern import DilatedPattern
 from ..tiles import Backend
 
 __all__ = ["DilatedInnerAttention", "PackedTokens", "with_dilated_attention"]
@@ -179,9 +179,7 @@ def with_dilated_attention(
             "dilated attention in torchtitan needs torchtitan's main of 2026-08-21 or newer: pip "
             "install git+https://github.com/pytorch/torchtitan"
         )
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
-    check_options(exchange=exchange, backend=backend)
+    check_options(pattern=pattern, exchange=exchange, backend=backend)
     layers = []
     for index, layer in enumerate(spec.model.layers):
         attention = layer.attention
@@ -211,27 +209,21 @@ def _parallelize(
     **others: Any,
 ) -> Any:
     """Call torchtitan's function, and have each forward pass find its documents."""
-    balancer = parallelism.context_parallel_load_balancer
+    balancer, dims = parallelism.context_parallel_load_balancer, parallel_dims
+    backend, has_graphs = dims.spmd_backend, not training.disable_cuda_graphs
     for is_refused, needed, got in (
         (
-            parallel_dims.cp > 1 and balancer not in _LAYOUTS,
-            "parallelism.context_parallel_load_balancer 'headtail' or None",
-            repr(balancer),
+            dims.cp > 1 and balancer not in _LAYOUTS,
+            "context_parallel_load_balancer 'headtail' or None",
+            balancer,
         ),
-        (parallel_dims.pp > 1, "parallelism.pipeline_parallel_degree 1", parallel_dims.pp),
-        (
-            parallel_dims.tp > 1 and parallel_dims.spmd_backend != "spmd_types",
-            "parallelism.spmd_backend='spmd_types', torchtitan's default, for tensor parallelism",
-            repr(parallel_dims.spmd_backend),
-        ),
-        (
-            not training.disable_cuda_graphs and torch.cuda.is_available(),
-            "training.disable_cuda_graphs, as documents of a batch are read on the host",
-            "False",
-        ),
+        (dims.pp > 1, "pipeline_parallel_degree 1", dims.pp),
+        (dims.tp > 1 and backend != "spmd_types", "spmd_backend 'spmd_types'", backend),
+        # The documents of a batch are read on the host.
+        (has_graphs and torch.cuda.is_available(), "disable_cuda_graphs True", False),
     ):
         if is_refused:
-            raise ValueError(f"dilated attention in torchtitan needs {needed}; got {got}")
+            raise ValueError(f"dilated attention in torchtitan needs {needed}; got {got!r}")
     model = function(
         model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
     )

@@ -65,7 +65,6 @@ from .transformers_call import (
     shard_batch,
 )
 from .transformers_generate import (
-    CachedCall,
     DilatedCache,
     attended,
     prepare_cache_for_generation,
@@ -401,8 +400,6 @@ def attention_mask(
 # torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
 _attended_untraced = untraced(attended)
 _prepared_untraced = untraced(prepared)
-_prepared_with_cache_untraced = untraced(prepared_with_cache)
-_restored_untraced = untraced(restored)
 _check_loss_untraced = untraced(check_loss)
 
 
@@ -410,7 +407,7 @@ def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Before a decoder or encoder: its arguments, by name."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
     if is_cached(given):
-        prepare = _prepared_with_cache_untraced
+        prepare = prepared_with_cache
     else:
         prepare = prepared if settings.options.group is None else _prepared_untraced
     given = prepare(module, settings, given)
@@ -423,8 +420,8 @@ def _after_base(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Behind it: the cache has what the call added, and hidden states are where the input was."""
-    call = kwargs.get(NAME)
-    return _restored_untraced(module, call, output) if isinstance(call, CachedCall) else None
+    call = kwargs[NAME]
+    return None if call.cache is None else restored(module, call, output)
 
 
 def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -438,43 +435,36 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 # --- registration
 
 
-def _restore_when_made() -> None:
-    """Let every model of transformers have the pattern of its config as soon as it is made."""
-    post_init = PreTrainedModel.post_init
-
-    @wraps(post_init)
-    def made(model: PreTrainedModel) -> None:
-        post_init(model)
-        found, implementation = saved(model.config), model.config._attn_implementation
-        if found is None:
-            return
-        if implementation != NAME:
-            raise ValueError(
-                f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, "
-                f"but attn_implementation is {implementation!r}, another function: pass "
-                f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
-                f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
-            )
-        set_attention(model)
-
-    PreTrainedModel.post_init = made
+_post_init, _own_loss = PreTrainedModel.post_init, PreTrainedModel.loss_function
 
 
-def _check_losses() -> None:
-    """Let every model whose tokens ranks share check the arguments of its loss.
+@wraps(_post_init)
+def _made(model: PreTrainedModel) -> None:
+    """Give a model of transformers the pattern of its config as soon as it is made."""
+    _post_init(model)
+    found, implementation = saved(model.config), model.config._attn_implementation
+    if found is None:
+        return
+    if implementation != NAME:
+        raise ValueError(
+            f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, but "
+            f"attn_implementation is {implementation!r}, another function: pass "
+            f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
+            f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
+        )
+    set_attention(model)
 
-    Also a model around such a part, as of vision and language, whose labels do not reach the part.
+
+def _loss_function(model: PreTrainedModel) -> Any:
+    """The loss function of a model, whose arguments are checked where ranks share its tokens.
+
+    Also of a model around such a part, as of vision and language: the part gets no labels.
     """
-    own: Any = PreTrainedModel.loss_function
-
-    def loss_function(model: PreTrainedModel) -> Any:
-        function, settings = own.fget(model), getattr(model, SETTINGS, None)
-        if settings is None and not torch.compiler.is_compiling():
-            parts = (vars(module).get(SETTINGS) for module in model.modules())
-            settings = next((x for x in parts if x is not None), None)
-        return function if settings is None else partial(_checked_loss, function, model, settings)
-
-    PreTrainedModel.loss_function = property(loss_function, own.fset)
+    function, settings = _own_loss.fget(model), getattr(model, SETTINGS, None)
+    if settings is None and not torch.compiler.is_compiling():
+        parts = (vars(module).get(SETTINGS) for module in model.modules())
+        settings = next((x for x in parts if x is not None), None)
+    return function if settings is None else partial(_checked_loss, function, model, settings)
 
 
 def _checked_loss(
@@ -485,7 +475,7 @@ def _checked_loss(
     return function(*args, **kwargs)
 
 
-_restore_when_made()
-_check_losses()
+PreTrainedModel.post_init = _made
+PreTrainedModel.loss_function = property(_loss_function, _own_loss.fset)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

@@ -79,6 +79,8 @@ class Call:
     lengths: list[int] | None = None  # valid positions of each row of the batch; None: all
     cache: Any = None  # a `DilatedCache`
     source: Tensor | None = None  # (1 or batch, m): the columns that it computes; None: all
+    columns: int = 0  # with a cache: tokens of each row, padding included
+    after: tuple[int, ...] = ()  # with a cache: valid positions of each row after the call
 
 
 class Mask(NamedTuple):
@@ -249,10 +251,7 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
             f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
             f"is valid; other masks have no dilated attention. Got {got}"
         )
-    wrong = mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())
-    if mask.is_floating_point():  # an additive one is 0 where a position is valid
-        wrong = wrong or not bool((mask[:, :1] == 1).all())
-    if wrong:
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
             f"told by position_ids that restart at 0); got {mask.dtype} up to {mask.max().item()}"
@@ -409,10 +408,7 @@ _ADVICE = (
 def _missing_for_loss(given: dict[str, Any]) -> str:
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:
-            return (
-                f"labels need {name}: shard_batch returns shift_labels, and labels_per_rank "
-                f"num_items_in_batch; got {name}=None"
-            )
+            return f"labels need {name}: see shard_batch and labels_per_rank; got {name}=None"
     return ""
 
 
@@ -428,15 +424,15 @@ def check_head(given: dict[str, Any], ranks: int) -> str:
         why = "trl computes the loss itself, of a shard (fused_lm_head): use transformers' Trainer"
     elif given.get("shift_labels") is not None and given.get("labels") is None:
         why = (
-            "shift_labels need labels; got labels=None. The Trainer takes them out for "
-            "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
-            "compute such a loss from the logits and shift_labels, without giving them the model"
+            "shift_labels need labels; got labels=None. With label_smoothing_factor or "
+            "compute_loss_func, which shift the labels of a shard, the Trainer takes them out: "
+            "compute such a loss yourself, and do not pass the model shift_labels"
         )
     elif (is_prompt or not is_cached(given)) and (isinstance(kept, Tensor) or kept != is_prompt):
         why = (
             "logits_to_keep must be 1 for a prompt with a KV cache, which has the logits of its "
-            "last token alone, and 0 without a cache, where it would count the rows of a shard: "
-            f"generate, which passes 1, needs use_cache=True; got {in_brief(kept)}"
+            "last token alone, and else 0, as it would count the rows of a shard: generate, which "
+            f"passes 1, needs use_cache=True; got {in_brief(kept)}"
         )
     elif given.get("labels") is not None and not is_cached(given):
         why = _missing_for_loss(given)
@@ -453,9 +449,8 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
     if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
         why = (
             "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
-            f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, "
-            "which casts floating arguments, pass num_items_in_batch.item(), or set "
-            "cast_forward_inputs=False"
+            f"got {count.dtype}, which rounds it: under fully_shard with a MixedPrecisionPolicy, "
+            "which casts arguments, pass num_items_in_batch.item()"
         )
     elif ranks > 1 and (missing := _missing_for_loss(given)):
         why = f"on {ranks} ranks {missing}"

@@ -53,7 +53,7 @@ PROMPT_REFUSALS: dict[str, Any] = {
     ),
     "borders": (
         {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": BORDERS},
-        "attention_mask and position_ids; got cu_seq_lens_k, cu_seq_lens_q",
+        "attention_mask, position_ids; got cu_seq_lens_k, cu_seq_lens_q",
     ),
     "router logits": ({"output_router_logits": True}, "output_router_logits must be False"),
     "a tuple": ({CACHE: ()}, "the KV cache must be a DilatedCache.* Got tuple"),

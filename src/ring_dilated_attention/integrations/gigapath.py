@@ -187,8 +187,10 @@ class _ShardedForward:
                         "training": self.model.encoder.training,
                     }
                 )
-            everyone = ends.share(numbers)
-            other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
+            totals, scales = zip(*ends.share(numbers), strict=True)
+            # NaN, of a slide that has some, is no difference.
+            differ = [abs(x - totals[0]) > _SIMILAR * max(scales) for x in totals]
+            other = [rank for rank, found in enumerate(differ) if found]
             scope.in_step = bool(other)  # every rank raises
             if other:
                 raise ValueError(
@@ -245,11 +247,6 @@ def _numbers(tokens: Tensor) -> tuple[float, float]:
     products = rows.flatten() * weights
     total, scale = torch.stack([products.sum(), products.norm()]).tolist()
     return total, scale
-
-
-def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
-    # Written so that NaN, of a slide that has some, is no difference.
-    return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
 
 
 @contextmanager

@@ -132,11 +132,15 @@ class TorchscaleDilatedAttention(_OfGroup, MultiheadDilatedAttention):
         )
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
+        lengths, rates = (  # lists of ints, or their text
+            ast.literal_eval(x) if isinstance(x, str) else x
+            for x in (args.segment_length, args.dilated_ratio)
+        )
         super().__init__(
             embed_dim,
             num_heads,
-            segment_lengths=_ints_of(args, "segment_length"),
-            dilation_rates=_ints_of(args, "dilated_ratio"),
+            segment_lengths=lengths,
+            dilation_rates=rates,
             backend=backend,
             **{**_DEFAULTS, **options},
         )
@@ -381,12 +385,6 @@ def _is_torchscales(module: object) -> bool:
     """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
     is_named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
     return is_named and all(hasattr(module, name) for name in ("args", *_SUBMODULES))
-
-
-def _ints_of(args: Any, name: str) -> Any:
-    """A list of ints of torchscale's configuration, which may be given as text."""
-    value = getattr(args, name)
-    return ast.literal_eval(value) if isinstance(value, str) else value
 
 
 def _refuse_mixed_rows(model: nn.Module, ranks: int) -> None:

@@ -43,7 +43,7 @@ class PackedTokens:
     Attributes:
         documents: int64 on the host, cumulative lengths ``[0, ..., n]`` of the documents that are
             packed in the n tokens of all context-parallel ranks.
-        layout: which of these tokens each rank holds; None without context parallelism.
+        layout: which of these tokens each rank holds; None: contiguous equal shards.
     """
 
     documents: Tensor
@@ -227,44 +227,38 @@ def _parallelize(
     model = function(
         model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
     )
-    hook = partial(_give_documents, parallel_dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer))
+    cp, layout = dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer, "contiguous")
+    hook = partial(_give_documents, cp, layout)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     return model
 
 
 def _give_documents(
-    cp: Any, layout: str | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cp: Any, name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a forward pass of a model, find the `attention_masks` in its `positions`."""
+    """Before a forward pass, find its documents: they begin where positions of all ranks restart."""
     positions = args[1] if len(args) > 1 else kwargs.get("positions")
     if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
         raise ValueError(
             "a model with dilated attention takes tokens and positions, of which the documents "
             "are found; attention_masks must be left out"
         )
-    with spmd.no_typecheck():
-        return args, {**kwargs, "attention_masks": _packed(positions, cp, layout)}
-
-
-def _packed(positions: Tensor, cp: Any, name: str | None) -> PackedTokens:
-    """The documents that begin where the positions of all ranks restart."""
     ends = resolve_exchange(cp)
-    ids = positions.detach().cpu()
-    total, held = len(ids) * ends.world_size, torch.arange(len(ids))
-    layout: SequenceLayout | None = None
-    if ends.world_size > 1:
-        assert name is not None
+    with spmd.no_typecheck():
+        ids = positions.detach().cpu()
+        total = len(ids) * ends.world_size
         layout = SequenceLayout.named(name, total, ends.world_size, is_causal=True)
         held = layout.positions(ends.rank, device=ids.device)
-    agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
-    begun = held[ids == 0].tolist()
-    with ends.calls.enter(_NAME, "positions"):
-        starts = set(chain.from_iterable(ends.share(begun)))
-    borders = [*sorted({0, *starts}), total]
-    with together(_NAME, ends, positions.device):
-        if not torch.equal(ids, document_positions(held, borders)):
-            raise ValueError(
-                "positions must count up from 0 in every document, and the layout of the tokens of "
-                f"all context-parallel ranks must be {name or 'whole'}"
-            )
-    return PackedTokens(documents=torch.tensor(borders), layout=layout)
+        agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
+        begun = held[ids == 0].tolist()
+        with ends.calls.enter(_NAME, "positions"):
+            starts = {0, *chain.from_iterable(ends.share(begun))}
+        borders = [*sorted(starts), total]
+        with together(_NAME, ends, positions.device):
+            if not torch.equal(ids, document_positions(held, borders)):
+                raise ValueError(
+                    "positions must count up from 0 in every document, and the layout of the "
+                    f"tokens of all context-parallel ranks must be {name}"
+                )
+        packed = PackedTokens(documents=torch.tensor(borders), layout=layout)
+    return args, {**kwargs, "attention_masks": packed}

@@ -244,8 +244,8 @@ def remove_attention(
     if not dense and (settings.pattern.branches != own or settings.layers != "full"):
         raise ValueError(
             f"this {type(model).__name__} has the pattern {settings.pattern} in {settings.layers} "
-            "layers; transformers' own attention is dense, another function than the model was "
-            "trained with: if you want that, call remove_attention(model, dense=True)"
+            "layers; for transformers' dense attention, which is another function than it was "
+            "trained with, call remove_attention(model, dense=True)"
         )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
@@ -317,8 +317,7 @@ def attention_forward(
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}, a name alone has no pattern: call "
-            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern); where "
-            "a part of a model alone has a pattern, load the model with "
+            "set_attention(model, pattern); where a part alone has a pattern, load the model with "
             f"attn_implementation={{'text_config': {NAME!r}}}, the name of the part's config"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -326,16 +325,14 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    plain, why = Mask(bool(causal)), ""
-    mask = plain if attention_mask is None else attention_mask
+    mask, why = Mask(bool(causal)) if attention_mask is None else attention_mask, ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
     elif not isinstance(mask, Mask) or mask.is_causal != causal:
         why = (
-            "a mask must be a right padding, given to the model as a 2-D attention_mask, and "
-            f"{plain} where the layer has is_causal={causal}; got "
-            f"{mask if isinstance(mask, Mask) else f'a {type(mask).__name__}'}"
+            "a mask must be a right padding, given to the model as a 2-D attention_mask, and of "
+            f"is_causal={causal}; got {mask if isinstance(mask, Mask) else type(mask)}"
         )
     elif sliding_window is not None and not isinstance(mask.length, Window):
         why = f"the layer has sliding_window={sliding_window} and a mask without a window, {mask}"

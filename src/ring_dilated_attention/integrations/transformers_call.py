@@ -29,7 +29,6 @@ from .transformers_support import (
     NAME,
     PACKED_HYBRIDS,
     PACKING,
-    WITH_TABLES,
     Layers,
     check_arguments,
     kind_of,
@@ -88,10 +87,6 @@ class Mask(NamedTuple):
 
     is_causal: bool
     length: Length = None  # of its window or chunks, which segments are too; None: all positions
-
-    def __str__(self) -> str:
-        name = "causal" if self.is_causal else "bidirectional"
-        return name if self.length is None else f"{name} {self.length}"
 
 
 class Rows(NamedTuple):
@@ -159,7 +154,6 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
             # The first of four dimensions is that of the text, three have none of it.
             text_ids = {3: None, 4: ids[0]}.get(len(ids), ids)
         check_ids(text_ids, rows)
-        check_table(module, rows.total, ids)
         padding = check_padding(mask, rows)
         documents = _given_borders(given, rows)
         if given.get("seq_idx") is not None and ids is None and documents is None:
@@ -229,17 +223,6 @@ def check_ids(ids: Any, rows: Rows) -> None:
         )
 
 
-def check_table(module: nn.Module, total: int, ids: Tensor | None = None) -> None:
-    """Raise a ValueError where positions (`ids`, or `total` ones) are not in the model's table."""
-    if kind_of(module) in WITH_TABLES:
-        most: Any = getattr(module.config, "max_position_embeddings", 0)
-        if (needed := total if ids is None else int(ids.max()) + 1) > most:
-            raise ValueError(
-                f"{type(module).__name__} has embeddings of {most} positions "
-                f"(config.max_position_embeddings); the sequence needs {needed}"
-            )
-
-
 def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     """The mask of the rows, checked, True where a position is padding; None without a mask."""
     if mask is None:
@@ -261,10 +244,10 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
 
 def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
     """The documents that the keyword arguments of flash attention name."""
-    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if query is None and key is None:
+    each = [given.get(name) for name in PACKING[:2]]
+    if each == [None, None]:
         return None
-    borders, others = (None if x is None else as_ints("cu_seq_lens_q", x) for x in (query, key))
+    borders, others = (None if x is None else as_ints("cu_seq_lens_q", x) for x in each)
     if borders is None or borders != others or rows.batch != 1:
         raise ValueError(
             "cu_seq_lens_q and cu_seq_lens_k must both be given, and equal, for a batch of 1 row; "
@@ -294,11 +277,7 @@ def _restarts(
     given: list[int] | None,
     ends: Exchange,
 ) -> list[int] | None:
-    """The documents that begin where position ids are 0, the same on every rank; or those given.
-
-    Where ids do not count up, not alike in all rows, or restart elsewhere than at the documents
-    given, a ValueError on every rank.
-    """
+    """The documents that begin where position ids are 0, the same on every rank; or those given."""
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
     valid = rows.positions < stops[:, None]
     ids = ids.to(rows.positions.device).expand(rows.batch, -1)
@@ -400,8 +379,8 @@ def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
 
 _IGNORED = -100  # transformers' label of what is not learnt
 _ADVICE = (
-    "num_items_in_batch must come from labels_per_rank, the labels of all ranks divided by the "
-    "number of ranks, or transformers' Trainer with average_tokens_across_devices=True, its default"
+    "num_items_in_batch must come from labels_per_rank, or from transformers' Trainer with "
+    "average_tokens_across_devices=True, its default"
 )
 
 
@@ -518,23 +497,21 @@ def shard_batch(
             were given different batches. On every rank.
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
-    ends, whole = resolve_exchange(group), {}
+    ends = resolve_exchange(group)
+    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
     with comparing("shard_batch", ends) as compared:
         layout.check_ranks(ends.world_size)
         if unknown := sorted(map(str, set(batch) - {*_SHARDED, *PACKING})):
             raise ValueError(
                 f"a batch may hold {', '.join((*_SHARDED, *PACKING))}; got {', '.join(unknown)}"
             )
-        for name in _SHARDED:
-            if (tensor := batch.get(name)) is None:
-                continue
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else in_brief(tensor)
-            if not isinstance(shape, tuple) or shape[1:2] != (layout.length,):
+        for name, x in whole.items():
+            if not isinstance(x, Tensor) or x.shape[1:2] != (layout.length,):
+                got = tuple(x.shape) if isinstance(x, Tensor) else in_brief(x)
                 raise ValueError(
                     f"{name} must be a tensor with the layout's {layout.length} positions in "
-                    f"dimension 1; got {shape}"
+                    f"dimension 1; got {got}"
                 )
-            whole[name] = tensor
         compared.update(batch, layout=layout.digest[:8])
     if "labels" in whole:
         whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]

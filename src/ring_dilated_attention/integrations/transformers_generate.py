@@ -39,7 +39,6 @@ from .transformers_call import (
     cache_of,
     check_ids,
     check_padding,
-    check_table,
     inputs_of,
     pattern_of_layer,
     retuned,
@@ -151,15 +150,12 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note the new keys and values of a layer; attention, which comes next, adds them.
+        """Note and return new keys and values of a layer; attention, which comes next, adds them.
 
         Args:
             key_states: (batch, kv_heads, m, head_dim).
             value_states: like `key_states`.
             layer_idx: of the layer.
-
-        Returns:
-            The two tensors themselves.
 
         Raises:
             ValueError: the model has no `set_attention`.
@@ -173,11 +169,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def reserve(self, max_length: int) -> None:
-        """Make room for documents of `max_length` positions; never makes less room than there is.
-
-        Args:
-            max_length: positions, those so far included.
-        """
+        """Make room for documents of `max_length` positions, those so far included; never less."""
         self._room = max(self._room, check_positive_int("max_length", max_length))
         for layer in self.layers:
             layer.kv.reserve(self._room)
@@ -399,7 +391,6 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> tuple[Call,
     columns = torch.arange(before + count, device=device)
     firsts, places = _places(given, cache, Rows(batch, columns, 0))
     after = tuple(before + count - first for first in firsts)
-    check_table(module, max(after))
     call = partial(Call, settings, cache=cache, columns=count, after=after)
     if before:
         return call(), places[:1] if len(set(firsts)) == 1 else places
@@ -462,10 +453,9 @@ def cache_name(module: nn.Module) -> str:
 def _checked(cache: Any) -> DilatedCache:
     if not isinstance(cache, DilatedCache):
         raise ValueError(
-            "the KV cache must be a DilatedCache, which generate makes by itself for a model with "
-            "set_attention; where only a part of the model has it, such as "
-            "model.model.language_model, give generate DilatedCache(that part), or use_cache=False "
-            f"(M-RoPE). Got {type(cache).__name__}"
+            "the KV cache must be a DilatedCache, which generate makes for a model with "
+            "set_attention; where only a part has it, as model.model.language_model, pass "
+            f"DilatedCache(that part), or use_cache=False (M-RoPE). Got {type(cache).__name__}"
         )
     return cache
 
@@ -478,10 +468,7 @@ def prepare_cache_for_generation(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`.
-
-    A ValueError where another kind of cache or search is asked for.
-    """
+    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`."""
     if generation_config.use_cache is False:
         return
     kind = generation_config.cache_implementation

@@ -55,9 +55,6 @@ DECODERS = _types(
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
-WITH_TABLES = _types("biogpt codegen ctrl gpt2 gpt_bigcode gptj")
-"""Decoders that look positions up in a table, of config.max_position_embeddings."""
-
 HYBRIDS = _types(
     "jamba lara_mini lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text "
     "qwen3_next recurrent_gemma zaya"

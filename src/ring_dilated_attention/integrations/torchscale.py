@@ -229,7 +229,7 @@ def replace_dilated_attention(
     The projections and the norm themselves go over, with their parameters, dtypes and devices, and
     so does the training mode: optimizers, state dicts and references to parameters stay valid. A
     module that stands in several places is replaced by one. Modules are told by the name of their
-    class and what they are made of. Modules of this package get the group and the layout, and keep
+    class and their `args`. Modules of this package get the group and the layout, and keep
     their other options. On several ranks, stochastic depth (`DropPath`) drops the same sequences on
     all: each rank must run every `DropPath` of the model.
 
@@ -267,7 +267,7 @@ def replace_dilated_attention(
             ours.append(module)
         elif ranks > 1 and type(module).__name__ == "DropPath":
             replacements[module] = SharedDropPath(module, group)
-        elif _is_torchscales(module):
+        elif hasattr(module, "args") and "DilatedAttention" in _names_of(module):
             replacements[module] = _replacement(path, module, group, layout, options)
     kept, new = map(attention_of, (ours, replacements.values()))
     if not kept and not new:
@@ -381,16 +381,14 @@ def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout |
         )
 
 
-def _is_torchscales(module: object) -> bool:
-    """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
-    is_named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
-    return is_named and all(hasattr(module, name) for name in ("args", *_SUBMODULES))
+def _names_of(module: nn.Module) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__]
 
 
 def _refuse_mixed_rows(model: nn.Module, ranks: int) -> None:
     """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention."""
     for name, module in model.named_modules() if ranks > 1 else ():
-        kinds = [kind.__name__ for kind in type(module).__mro__]
+        kinds = _names_of(module)
         if "MultiheadAttention" in kinds and "DilatedAttention" not in kinds:
             found = "attention that is not dilated"
         elif getattr(module, "is_moe_layer", False):

@@ -236,7 +236,7 @@ def _parallelize(
 def _give_documents(
     cp: Any, name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a forward pass, find its documents: they begin where positions of all ranks restart."""
+    """Before a forward pass, find its documents: they begin where positions restart."""
     positions = args[1] if len(args) > 1 else kwargs.get("positions")
     if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
         raise ValueError(

@@ -29,9 +29,6 @@ _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
 
-_UNEVEN = 0.01
-"""By how much of the mean shards may differ for the sake of fewer kernel calls."""
-
 
 def shard_slide_encoder(
     model: nn.Module,
@@ -216,7 +213,7 @@ class _ShardedForward:
         attention, length = attention_of(self.model.encoder.modules()), tokens.shape[1]
         # Then heads of all offsets have equally many of a shard's rows.
         multiple = math.lcm(*(rate for x in attention for rate in x.pattern.dilation_rates))
-        if multiple * ranks > _UNEVEN * length:
+        if multiple * ranks > 0.01 * length:  # shards would differ by more than 1%
             multiple = 1
         return SequenceLayout.contiguous(length, ranks, multiple=multiple)
 

@@ -377,7 +377,6 @@ def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
 # --- losses
 
 
-_IGNORED = -100  # transformers' label of what is not learnt
 _ADVICE = (
     "num_items_in_batch must come from labels_per_rank, or from transformers' Trainer with "
     "average_tokens_across_devices=True, its default"
@@ -514,7 +513,7 @@ def shard_batch(
                 )
         compared.update(batch, layout=layout.digest[:8])
     if "labels" in whole:
-        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
+        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
     shards = {name: batch[name] for name in PACKING if name in batch}
     for name, tensor in whole.items():
         shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (737, 5),
     "engine": (2_209, 9),
     "exchange": (1_510, 6),
-    "integrations": (3_361, 11),
+    "integrations": (3_190, 11),
     "kernels": (3_387, 10),
     "nn": (3_948, 16),
     "parallel": (997, 4),

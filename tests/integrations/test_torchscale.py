@@ -146,7 +146,7 @@ def test_replacing_keeps_weights_modes_and_results():
 @pytest.mark.parametrize("change", [replace_dilated_attention, partial(set_layout, layout=None)])
 def test_a_model_without_torchscales_attention_is_refused(change):
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))
-    with pytest.raises(ValueError, match=r"found no .* in Sequential, .*are: MultiheadAttention;"):
+    with pytest.raises(ValueError, match=r"found no .* in this Sequential; "):
         change(model)
 
 
@@ -290,7 +290,6 @@ CONSTRUCTOR_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"args": config(multiway=True)}, "args.multiway must"),
     ({"args": config(seq_parallel=True)}, "pass group="),
     ({"args": config(layernorm_eps=0)}, "layernorm_eps .* got 0"),
-    ({"dropout": 1.5}, r"dropout must lie in \[0, 1\]; got 1.5"),
     ({"encoder_decoder_attention": True}, "self_attention must be True"),
     ({"head_offsets": "none"}, "head_offsets must be one of"),
 ]

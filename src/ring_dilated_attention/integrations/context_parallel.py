@@ -67,13 +67,23 @@ class ContextParallel(ParallelStyle):
         """See `ParallelStyle`."""
         if self.layout is not None:
             self.layout.check_ranks(device_mesh.size())
-            _refuse_other_cuts(self.layout)
+            # Torch works with no other shards of a DTensor.
+            cuts = torch_cuts(self.layout.length, device_mesh.size())
+            wanted = [stop - start for start, stop in cuts]
+            given = list(map(self.layout.local_length, range(device_mesh.size())))
+            if given != wanted:
+                raise ValueError(
+                    f"of {self.layout.length} positions torch gives its ranks {wanted} in a "
+                    f"DTensor; the layout gives them {given}: use layout=None, such shards, or, "
+                    "without ContextParallel, group= and layout= of the layer's calls"
+                )
         self._tell_layout(module)
         applied: nn.Module = distribute_module(module, device_mesh, _replicate)
         applied.register_forward_pre_hook(
             lambda _, args, kwargs: self._inputs(args, kwargs, device_mesh), with_kwargs=True
         )
-        applied.register_forward_hook(lambda _, args, output: self._output(output))
+        if self.use_local_output:
+            applied.register_forward_hook(lambda _, args, output: _local(output))
         return applied
 
     def _tell_layout(self, module: nn.Module) -> None:
@@ -100,14 +110,12 @@ class ContextParallel(ParallelStyle):
         return args, {"layout": self.layout, **kwargs}
 
     def _inputs(self, args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+        def placed(x: Any) -> Any:
+            return self._whole(x, mesh) if isinstance(x, Tensor) else x
+
         def whole(_: Tensor | None) -> tuple[Any, Any]:
-            return (
-                tuple(self._whole(x, mesh) if isinstance(x, Tensor) else x for x in args),
-                {
-                    name: self._whole(x, mesh) if name in _SHARDED and isinstance(x, Tensor) else x
-                    for name, x in kwargs.items()
-                },
-            )
+            named = {name: placed(kwargs[name]) for name in _SHARDED if name in kwargs}
+            return tuple(map(placed, args)), {**kwargs, **named}
 
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return telling_ranks(mesh, whole, next(tensors, None))
@@ -130,24 +138,11 @@ class ContextParallel(ParallelStyle):
             shape[1] = self.layout.length
         return dtensor_of(tensor.contiguous(), mesh, [Shard(1)], shape)  # as its strides say
 
-    def _output(self, output: Any) -> Any:
-        if not self.use_local_output:
-            return output
-        if isinstance(output, tuple):
-            return tuple(map(self._output, output))
-        return output.to_local() if isinstance(output, DTensor) else output
 
-
-def _refuse_other_cuts(layout: SequenceLayout) -> None:
-    """Raise unless ranks hold as many positions as of a DTensor: torch works with no others."""
-    wanted = [stop - start for start, stop in torch_cuts(layout.length, layout.world_size)]
-    given = [layout.local_length(rank) for rank in range(layout.world_size)]
-    if given != wanted:
-        raise ValueError(
-            f"of {layout.length} positions torch gives its ranks {wanted} in a DTensor; "
-            f"the layout gives them {given}: use layout=None or a layout of such shards, "
-            "or leave ContextParallel out and give the layer's calls group= and layout="
-        )
+def _local(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(map(_local, output))
+    return output.to_local() if isinstance(output, DTensor) else output
 
 
 def _replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -29,9 +29,6 @@ _SIMILAR = 1e-2
 """Relative difference of what ranks were given, up to which it is the same slide. GPUs of different
 kinds differ by less than 1e-3 in half precision; another slide, or order of tiles, by about 1."""
 
-_UNEVEN = 0.01
-"""By how much of the mean shards may differ for the sake of fewer kernel calls."""
-
 
 def shard_slide_encoder(
     model: nn.Module,
@@ -110,26 +107,14 @@ def _models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         for name in kinds & {"LongNetViT", "LongViTForTCGAClassification"}:
-            forward = _forward_of(module)
-            if forward.split(".")[-2:] != [name, "forward"]:
+            forward = inspect.unwrap(type(module).forward).__qualname__
+            if not forward.endswith(f"{name}.forward"):
                 raise ValueError(
-                    f"{path or 'the model itself'} is a {type(module).__name__} that may do "
-                    f"something else than {name} with the rows of its encoder, of which a sharded "
-                    f"one returns those that {name}.forward reads; got {forward} as its forward. "
-                    "Shard one with the forward that it was published with, or replace the "
+                    f"{path or 'the model itself'} has {forward}, and a sharded encoder returns "
+                    f"only the rows that {name}.forward reads: shard a {name}, or replace the "
                     "attention alone, integrations.torchscale.replace_dilated_attention"
                 )
             yield path, module if name == "LongNetViT" else module.model
-
-
-def _forward_of(module: nn.Module) -> str:
-    """The name of a module's forward, with its class, also where another was put in its place."""
-    for forward in (module.forward, type(module).forward):
-        written: Any = inspect.unwrap(forward)  # inside of accelerate's, or torch.compile's
-        name = getattr(written, "__qualname__", None)  # of a partial: none
-        if name is not None:
-            return str(name)
-    return "an object without a name"
 
 
 class _ShardedForward:
@@ -199,8 +184,10 @@ class _ShardedForward:
                         "training": self.model.encoder.training,
                     }
                 )
-            everyone = ends.share(numbers)
-            other = [rank for rank, found in enumerate(everyone) if _differ(found, everyone[0])]
+            totals, scales = zip(*ends.share(numbers), strict=True)
+            # NaN, of a slide that has some, is no difference.
+            differ = [abs(x - totals[0]) > _SIMILAR * max(scales) for x in totals]
+            other = [rank for rank, found in enumerate(differ) if found]
             scope.in_step = bool(other)  # every rank raises
             if other:
                 raise ValueError(
@@ -213,22 +200,20 @@ class _ShardedForward:
 
     def _layout(self, tokens: Any, given: dict[str, Any], ranks: int) -> SequenceLayout:
         """The layout of a slide; raises unless the encoder is called as the models call it."""
-        others = [name for name, x in given.items() if x is not None and x is not False]
+        others, got = [name for name, x in given.items() if x is not None and x is not False], ""
         if others or not isinstance(tokens, Tensor):
+            got = ", ".join(others) or type(tokens).__name__
+        elif tokens.dim() != 3 or tokens.shape[1] - self.has_class_token < self.reads_mean:
+            got = str(tuple(tokens.shape))
+        if got:
             raise ValueError(
-                "a sharded slide encoder takes token_embeddings, a tensor; got "
-                f"{', '.join(others) or type(tokens).__name__}"
-            )
-        tiles = tokens.shape[1] - self.has_class_token if tokens.dim() == 3 else 0
-        if tiles < self.reads_mean:
-            raise ValueError(
-                "a slide needs at least one tile: token_embeddings must have shape (batch, "
-                f"sequence, embed_dim); got {tuple(tokens.shape)}"
+                "a sharded slide encoder takes token_embeddings (batch, sequence, embed_dim) of a "
+                f"slide with at least one tile; got {got}"
             )
         attention, length = attention_of(self.model.encoder.modules()), tokens.shape[1]
         # Then heads of all offsets have equally many of a shard's rows.
         multiple = math.lcm(*(rate for x in attention for rate in x.pattern.dilation_rates))
-        if multiple * ranks > _UNEVEN * length:
+        if multiple * ranks > 0.01 * length:  # shards would differ by more than 1%
             multiple = 1
         return SequenceLayout.contiguous(length, ranks, multiple=multiple)
 
@@ -261,11 +246,6 @@ def _numbers(tokens: Tensor) -> tuple[float, float]:
     return total, scale
 
 
-def _differ(found: tuple[float, float], first: tuple[float, float]) -> bool:
-    # Written so that NaN, of a slide that has some, is no difference.
-    return abs(found[0] - first[0]) > _SIMILAR * max(found[1], first[1])
-
-
 @contextmanager
 def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Iterator[None]:
     """Have dropout draw other numbers on each rank, also where all were given the same seed.
@@ -276,7 +256,7 @@ def _own_randomness(module: nn.Module, rank: int, device: torch.device) -> Itera
     if not any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in module.modules()):
         yield
         return
-    seed = (int(torch.randint(2**62, ())) + rank) % 2**62
+    seed = int(torch.randint(2**62, ())) + rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

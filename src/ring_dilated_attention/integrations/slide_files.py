@@ -99,16 +99,14 @@ def read_slide(
     """
     path = Path(path)
     try:
-        found = _READERS[path.suffix](path)
+        return _slide_of(path.stem, _READERS[path.suffix](path), tile_size, in_dim, dtype)
     except ModuleNotFoundError:
         raise
+    except SlideFileError as error:
+        raise SlideFileError(f"{path}: {error}") from None
     except Exception as error:  # whatever its reader raises for a file that is damaged
         why = " ".join(str(error).split()) or type(error).__name__
         raise SlideFileError(f"{path}: cannot be read ({why[:120]}): write it anew") from error
-    try:
-        return _slide_of(path.stem, found, tile_size, in_dim, dtype)
-    except SlideFileError as error:
-        raise SlideFileError(f"{path}: {error}") from None
 
 
 def _slide_of(

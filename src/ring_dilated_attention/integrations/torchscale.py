@@ -130,27 +130,24 @@ class TorchscaleDilatedAttention(_OfGroup, MultiheadDilatedAttention):
             cross_attention=encoder_decoder_attention or not self_attention,
             **{f"args.{name}": getattr(args, name, None) for name in of_args},
         )
-        if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
+        lengths, rates = (  # lists of ints, or their text
+            ast.literal_eval(x) if isinstance(x, str) else x
+            for x in (args.segment_length, args.dilated_ratio)
+        )
         super().__init__(
             embed_dim,
             num_heads,
-            segment_lengths=_ints_of(args, "segment_length"),
-            dilation_rates=_ints_of(args, "dilated_ratio"),
+            segment_lengths=lengths,
+            dilation_rates=rates,
             backend=backend,
             **{**_DEFAULTS, **options},
         )
         self.args, self.dropout = args, float(dropout)
         self.group, self.layout = group, layout
-        self.inner_attn_ln = (
-            nn.LayerNorm(
-                embed_dim, eps=check_positive_float("args.layernorm_eps", args.layernorm_eps)
-            )
-            if subln
-            else None
-        )
+        eps = check_positive_float("args.layernorm_eps", args.layernorm_eps) if subln else 0.0
+        self.inner_attn_ln = nn.LayerNorm(embed_dim, eps=eps) if subln else None
         # In torchscale's order, by which the state dict of an optimizer goes.
         made = self._modules
         self._modules = {name: made[name] for name in _SUBMODULES if name in made}
@@ -232,7 +229,7 @@ def replace_dilated_attention(
     The projections and the norm themselves go over, with their parameters, dtypes and devices, and
     so does the training mode: optimizers, state dicts and references to parameters stay valid. A
     module that stands in several places is replaced by one. Modules are told by the name of their
-    class and what they are made of. Modules of this package get the group and the layout, and keep
+    class and their `args`. Modules of this package get the group and the layout, and keep
     their other options. On several ranks, stochastic depth (`DropPath`) drops the same sequences on
     all: each rank must run every `DropPath` of the model.
 
@@ -270,13 +267,13 @@ def replace_dilated_attention(
             ours.append(module)
         elif ranks > 1 and type(module).__name__ == "DropPath":
             replacements[module] = SharedDropPath(module, group)
-        elif _is_torchscales(module):
+        elif hasattr(module, "args") and "DilatedAttention" in _names_of(module):
             replacements[module] = _replacement(path, module, group, layout, options)
     kept, new = map(attention_of, (ours, replacements.values()))
     if not kept and not new:
         raise ValueError(
-            "replace_dilated_attention found no DilatedAttention of torchscale in "
-            f"{_shown(model)}; pass the model that holds torchscale's LongNet encoder"
+            "replace_dilated_attention found no DilatedAttention of torchscale in this "
+            f"{type(model).__name__}; pass the model that holds torchscale's LongNet encoder"
         )
     if kept and options:
         raise ValueError(
@@ -315,8 +312,8 @@ def set_layout(model: nn.Module, layout: SequenceLayout | None) -> int:
     told = attention_of(model.modules())
     if not told:
         raise ValueError(
-            f"set_layout found no TorchscaleDilatedAttention in {_shown(model)}; call "
-            "replace_dilated_attention first"
+            f"set_layout found no TorchscaleDilatedAttention in this {type(model).__name__}; "
+            "call replace_dilated_attention first"
         )
     _refuse_class_token(model, told[0].group, layout)
     for module in told:
@@ -372,17 +369,11 @@ def _refuse_unsupported(**arguments: Any) -> None:
 
 
 def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout | None) -> None:
-    """Raise a `ValueError` if every rank would put a class token before its shard.
-
-    With a layout, a shard of one row too many is an error of the call; without one, a class token
-    on each rank is a longer sequence, which is computed.
-    """
-    if layout is not None or group is None:
-        return
+    """Raise a `ValueError` if every rank would put a class token before its shard."""
     ranks = resolve_exchange(group).world_size
     names = (name for name, _ in model.named_parameters())
     found = [name for name in names if name.rpartition(".")[2] in _CLASS_TOKENS]
-    if ranks > 1 and found:
+    if ranks > 1 and found and layout is None:  # a layout makes the longer shard an error
         raise ValueError(
             f"the model has a class token ({found[0]}), which each of the {ranks} ranks would put "
             "before its shard: use integrations.gigapath.shard_slide_encoder, which shards behind "
@@ -390,32 +381,14 @@ def _refuse_class_token(model: nn.Module, group: Group, layout: SequenceLayout |
         )
 
 
-def _is_torchscales(module: object) -> bool:
-    """Whether a module is torchscale's `DilatedAttention`, or a subclass, by its names."""
-    named = any(kind.__name__ == "DilatedAttention" for kind in type(module).__mro__)
-    return (
-        named
-        and hasattr(getattr(module, "args", None), "segment_length")
-        and all(hasattr(module, name) for name in _SUBMODULES)
-    )
-
-
-def _shown(model: nn.Module) -> str:
-    kinds = dict.fromkeys(type(module).__name__ for module in model.modules())
-    seen = [kind for kind in kinds if "attention" in kind.lower()][:5]
-    return f"{type(model).__name__}, whose attention modules are: {', '.join(seen) or 'none'}"
-
-
-def _ints_of(args: Any, name: str) -> Any:
-    """A list of ints of torchscale's configuration, which may be given as text."""
-    value = getattr(args, name)
-    return ast.literal_eval(value) if isinstance(value, str) else value
+def _names_of(module: nn.Module) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__]
 
 
 def _refuse_mixed_rows(model: nn.Module, ranks: int) -> None:
     """Raise a `ValueError` for a model that mixes rows in other modules than dilated attention."""
     for name, module in model.named_modules() if ranks > 1 else ():
-        kinds = [kind.__name__ for kind in type(module).__mro__]
+        kinds = _names_of(module)
         if "MultiheadAttention" in kinds and "DilatedAttention" not in kinds:
             found = "attention that is not dilated"
         elif getattr(module, "is_moe_layer", False):
@@ -426,9 +399,8 @@ def _refuse_mixed_rows(model: nn.Module, ranks: int) -> None:
             continue
         raise ValueError(
             f"{name or 'the model itself'}, a {type(module).__name__}, is {found}, which on each "
-            f"of {ranks} ranks would see the rows of that rank alone: shard only a part of the "
-            "model whose other modules treat every row alone (pass that part, an encoder, say, and "
-            "put its rows together before what follows), or use one rank"
+            f"of {ranks} ranks would see the rows of that rank alone: pass the part of the model "
+            "whose other modules treat every row alone, an encoder, say, or use one rank"
         )
 
 

@@ -26,7 +26,7 @@ from ..functional import dilated_attention
 from ..layout import SequenceLayout
 from ..nn import document_positions
 from ..options import Schedule, check_options
-from ..pattern import DilatedPattern, in_brief
+from ..pattern import DilatedPattern
 from ..tiles import Backend
 
 __all__ = ["DilatedInnerAttention", "PackedTokens", "with_dilated_attention"]
@@ -43,7 +43,7 @@ class PackedTokens:
     Attributes:
         documents: int64 on the host, cumulative lengths ``[0, ..., n]`` of the documents that are
             packed in the n tokens of all context-parallel ranks.
-        layout: which of these tokens each rank holds; None without context parallelism.
+        layout: which of these tokens each rank holds; None: contiguous equal shards.
     """
 
     documents: Tensor
@@ -179,9 +179,7 @@ def with_dilated_attention(
             "dilated attention in torchtitan needs torchtitan's main of 2026-08-21 or newer: pip "
             "install git+https://github.com/pytorch/torchtitan"
         )
-    if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern; got {in_brief(pattern)}")
-    check_options(exchange=exchange, backend=backend)
+    check_options(pattern=pattern, exchange=exchange, backend=backend)
     layers = []
     for index, layer in enumerate(spec.model.layers):
         attention = layer.attention
@@ -211,68 +209,56 @@ def _parallelize(
     **others: Any,
 ) -> Any:
     """Call torchtitan's function, and have each forward pass find its documents."""
-    balancer = parallelism.context_parallel_load_balancer
+    balancer, dims = parallelism.context_parallel_load_balancer, parallel_dims
+    backend, has_graphs = dims.spmd_backend, not training.disable_cuda_graphs
     for is_refused, needed, got in (
         (
-            parallel_dims.cp > 1 and balancer not in _LAYOUTS,
-            "parallelism.context_parallel_load_balancer 'headtail' or None",
-            repr(balancer),
+            dims.cp > 1 and balancer not in _LAYOUTS,
+            "context_parallel_load_balancer 'headtail' or None",
+            balancer,
         ),
-        (parallel_dims.pp > 1, "parallelism.pipeline_parallel_degree 1", parallel_dims.pp),
-        (
-            parallel_dims.tp > 1 and parallel_dims.spmd_backend != "spmd_types",
-            "parallelism.spmd_backend='spmd_types', torchtitan's default, for tensor parallelism",
-            repr(parallel_dims.spmd_backend),
-        ),
-        (
-            not training.disable_cuda_graphs and torch.cuda.is_available(),
-            "training.disable_cuda_graphs, as documents of a batch are read on the host",
-            "False",
-        ),
+        (dims.pp > 1, "pipeline_parallel_degree 1", dims.pp),
+        (dims.tp > 1 and backend != "spmd_types", "spmd_backend 'spmd_types'", backend),
+        # The documents of a batch are read on the host.
+        (has_graphs and torch.cuda.is_available(), "disable_cuda_graphs True", False),
     ):
         if is_refused:
-            raise ValueError(f"dilated attention in torchtitan needs {needed}; got {got}")
+            raise ValueError(f"dilated attention in torchtitan needs {needed}; got {got!r}")
     model = function(
         model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others
     )
-    hook = partial(_give_documents, parallel_dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer))
+    cp, layout = dims.get_optional_mesh("cp"), _LAYOUTS.get(balancer, "contiguous")
+    hook = partial(_give_documents, cp, layout)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     return model
 
 
 def _give_documents(
-    cp: Any, layout: str | None, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cp: Any, name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a forward pass of a model, find the `attention_masks` in its `positions`."""
+    """Before a forward pass, find its documents: they begin where positions restart."""
     positions = args[1] if len(args) > 1 else kwargs.get("positions")
     if positions is None or len(args) > 2 or kwargs.get("attention_masks") is not None:
         raise ValueError(
             "a model with dilated attention takes tokens and positions, of which the documents "
             "are found; attention_masks must be left out"
         )
-    with spmd.no_typecheck():
-        return args, {**kwargs, "attention_masks": _packed(positions, cp, layout)}
-
-
-def _packed(positions: Tensor, cp: Any, name: str | None) -> PackedTokens:
-    """The documents that begin where the positions of all ranks restart."""
     ends = resolve_exchange(cp)
-    ids = positions.detach().cpu()
-    total, held = len(ids) * ends.world_size, torch.arange(len(ids))
-    layout: SequenceLayout | None = None
-    if ends.world_size > 1:
-        assert name is not None
+    with spmd.no_typecheck():
+        ids = positions.detach().cpu()
+        total = len(ids) * ends.world_size
         layout = SequenceLayout.named(name, total, ends.world_size, is_causal=True)
         held = layout.positions(ends.rank, device=ids.device)
-    agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
-    begun = held[ids == 0].tolist()
-    with ends.calls.enter(_NAME, "positions"):
-        starts = set(chain.from_iterable(ends.share(begun)))
-    borders = [*sorted({0, *starts}), total]
-    with together(_NAME, ends, positions.device):
-        if not torch.equal(ids, document_positions(held, borders)):
-            raise ValueError(
-                "positions must count up from 0 in every document, and the layout of the tokens of "
-                f"all context-parallel ranks must be {name or 'whole'}"
-            )
-    return PackedTokens(documents=torch.tensor(borders), layout=layout)
+        agree(_NAME, ends, {"local_tokens": len(ids)}, None, positions.device)
+        begun = held[ids == 0].tolist()
+        with ends.calls.enter(_NAME, "positions"):
+            starts = {0, *chain.from_iterable(ends.share(begun))}
+        borders = [*sorted(starts), total]
+        with together(_NAME, ends, positions.device):
+            if not torch.equal(ids, document_positions(held, borders)):
+                raise ValueError(
+                    "positions must count up from 0 in every document, and the layout of the "
+                    f"tokens of all context-parallel ranks must be {name}"
+                )
+        packed = PackedTokens(documents=torch.tensor(borders), layout=layout)
+    return args, {**kwargs, "attention_masks": packed}

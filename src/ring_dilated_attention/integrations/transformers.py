@@ -65,7 +65,6 @@ from .transformers_call import (
     shard_batch,
 )
 from .transformers_generate import (
-    CachedCall,
     DilatedCache,
     attended,
     prepare_cache_for_generation,
@@ -245,8 +244,8 @@ def remove_attention(
     if not dense and (settings.pattern.branches != own or settings.layers != "full"):
         raise ValueError(
             f"this {type(model).__name__} has the pattern {settings.pattern} in {settings.layers} "
-            "layers; transformers' own attention is dense, another function than the model was "
-            "trained with: if you want that, call remove_attention(model, dense=True)"
+            "layers; for transformers' dense attention, which is another function than it was "
+            "trained with, call remove_attention(model, dense=True)"
         )
     model.set_attn_implementation(attn_implementation)
     _remove_hooks(model)
@@ -318,8 +317,7 @@ def attention_forward(
     if not isinstance(call, Call):
         raise ValueError(
             f"no settings reached {type(module).__name__}, a name alone has no pattern: call "
-            "ring_dilated_attention.integrations.transformers.set_attention(model, pattern); where "
-            "a part of a model alone has a pattern, load the model with "
+            "set_attention(model, pattern); where a part alone has a pattern, load the model with "
             f"attn_implementation={{'text_config': {NAME!r}}}, the name of the part's config"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -327,16 +325,14 @@ def attention_forward(
     given = {name: x for name, x in kwargs.items() if x is not None and name not in harmless}
     if given.get("output_attentions") is False:
         del given["output_attentions"]
-    plain, why = Mask(bool(causal)), ""
-    mask = plain if attention_mask is None else attention_mask
+    mask, why = Mask(bool(causal)) if attention_mask is None else attention_mask, ""
     if given:
         got = ", ".join(f"{name} ({type(x).__name__})" for name, x in given.items())
         why = f"dilated attention does not support {got}; leave it out, or pass None"
     elif not isinstance(mask, Mask) or mask.is_causal != causal:
         why = (
-            "a mask must be a right padding, given to the model as a 2-D attention_mask, and "
-            f"{plain} where the layer has is_causal={causal}; got "
-            f"{mask if isinstance(mask, Mask) else f'a {type(mask).__name__}'}"
+            "a mask must be a right padding, given to the model as a 2-D attention_mask, and of "
+            f"is_causal={causal}; got {mask if isinstance(mask, Mask) else type(mask)}"
         )
     elif sliding_window is not None and not isinstance(mask.length, Window):
         why = f"the layer has sliding_window={sliding_window} and a mask without a window, {mask}"
@@ -401,8 +397,6 @@ def attention_mask(
 # torch.compile cannot trace what ranks tell each other, nor what a cache becomes.
 _attended_untraced = untraced(attended)
 _prepared_untraced = untraced(prepared)
-_prepared_with_cache_untraced = untraced(prepared_with_cache)
-_restored_untraced = untraced(restored)
 _check_loss_untraced = untraced(check_loss)
 
 
@@ -410,7 +404,7 @@ def _before_base(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Before a decoder or encoder: its arguments, by name."""
     settings, given = getattr(module, SETTINGS), by_name(module, args, kwargs)
     if is_cached(given):
-        prepare = _prepared_with_cache_untraced
+        prepare = prepared_with_cache
     else:
         prepare = prepared if settings.options.group is None else _prepared_untraced
     given = prepare(module, settings, given)
@@ -423,8 +417,8 @@ def _after_base(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Behind it: the cache has what the call added, and hidden states are where the input was."""
-    call = kwargs.get(NAME)
-    return _restored_untraced(module, call, output) if isinstance(call, CachedCall) else None
+    call = kwargs[NAME]
+    return None if call.cache is None else restored(module, call, output)
 
 
 def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -438,43 +432,36 @@ def _before_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 # --- registration
 
 
-def _restore_when_made() -> None:
-    """Let every model of transformers have the pattern of its config as soon as it is made."""
-    post_init = PreTrainedModel.post_init
-
-    @wraps(post_init)
-    def made(model: PreTrainedModel) -> None:
-        post_init(model)
-        found, implementation = saved(model.config), model.config._attn_implementation
-        if found is None:
-            return
-        if implementation != NAME:
-            raise ValueError(
-                f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, "
-                f"but attn_implementation is {implementation!r}, another function: pass "
-                f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
-                f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
-            )
-        set_attention(model)
-
-    PreTrainedModel.post_init = made
+_post_init, _own_loss = PreTrainedModel.post_init, PreTrainedModel.loss_function
 
 
-def _check_losses() -> None:
-    """Let every model whose tokens ranks share check the arguments of its loss.
+@wraps(_post_init)
+def _made(model: PreTrainedModel) -> None:
+    """Give a model of transformers the pattern of its config as soon as it is made."""
+    _post_init(model)
+    found, implementation = saved(model.config), model.config._attn_implementation
+    if found is None:
+        return
+    if implementation != NAME:
+        raise ValueError(
+            f"this {type(model).__name__} has the dilated pattern {found[0]} by its config, but "
+            f"attn_implementation is {implementation!r}, another function: pass "
+            f"attn_implementation={NAME!r}, or, for a part of another model, {{'text_config': "
+            f"{NAME!r}}}; if you want the other attention, first: del config.{NAME}"
+        )
+    set_attention(model)
 
-    Also a model around such a part, as of vision and language, whose labels do not reach the part.
+
+def _loss_function(model: PreTrainedModel) -> Any:
+    """The loss function of a model, whose arguments are checked where ranks share its tokens.
+
+    Also of a model around such a part, as of vision and language: the part gets no labels.
     """
-    own: Any = PreTrainedModel.loss_function
-
-    def loss_function(model: PreTrainedModel) -> Any:
-        function, settings = own.fget(model), getattr(model, SETTINGS, None)
-        if settings is None and not torch.compiler.is_compiling():
-            parts = (vars(module).get(SETTINGS) for module in model.modules())
-            settings = next((x for x in parts if x is not None), None)
-        return function if settings is None else partial(_checked_loss, function, model, settings)
-
-    PreTrainedModel.loss_function = property(loss_function, own.fset)
+    function, settings = _own_loss.fget(model), getattr(model, SETTINGS, None)
+    if settings is None and not torch.compiler.is_compiling():
+        parts = (vars(module).get(SETTINGS) for module in model.modules())
+        settings = next((x for x in parts if x is not None), None)
+    return function if settings is None else partial(_checked_loss, function, model, settings)
 
 
 def _checked_loss(
@@ -485,7 +472,7 @@ def _checked_loss(
     return function(*args, **kwargs)
 
 
-_restore_when_made()
-_check_losses()
+PreTrainedModel.post_init = _made
+PreTrainedModel.loss_function = property(_loss_function, _own_loss.fset)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

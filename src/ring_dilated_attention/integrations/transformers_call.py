@@ -29,7 +29,6 @@ from .transformers_support import (
     NAME,
     PACKED_HYBRIDS,
     PACKING,
-    WITH_TABLES,
     Layers,
     check_arguments,
     kind_of,
@@ -79,6 +78,8 @@ class Call:
     lengths: list[int] | None = None  # valid positions of each row of the batch; None: all
     cache: Any = None  # a `DilatedCache`
     source: Tensor | None = None  # (1 or batch, m): the columns that it computes; None: all
+    columns: int = 0  # with a cache: tokens of each row, padding included
+    after: tuple[int, ...] = ()  # with a cache: valid positions of each row after the call
 
 
 class Mask(NamedTuple):
@@ -86,10 +87,6 @@ class Mask(NamedTuple):
 
     is_causal: bool
     length: Length = None  # of its window or chunks, which segments are too; None: all positions
-
-    def __str__(self) -> str:
-        name = "causal" if self.is_causal else "bidirectional"
-        return name if self.length is None else f"{name} {self.length}"
 
 
 class Rows(NamedTuple):
@@ -157,7 +154,6 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
             # The first of four dimensions is that of the text, three have none of it.
             text_ids = {3: None, 4: ids[0]}.get(len(ids), ids)
         check_ids(text_ids, rows)
-        check_table(module, rows.total, ids)
         padding = check_padding(mask, rows)
         documents = _given_borders(given, rows)
         if given.get("seq_idx") is not None and ids is None and documents is None:
@@ -227,17 +223,6 @@ def check_ids(ids: Any, rows: Rows) -> None:
         )
 
 
-def check_table(module: nn.Module, total: int, ids: Tensor | None = None) -> None:
-    """Raise a ValueError where positions (`ids`, or `total` ones) are not in the model's table."""
-    if kind_of(module) in WITH_TABLES:
-        most: Any = getattr(module.config, "max_position_embeddings", 0)
-        if (needed := total if ids is None else int(ids.max()) + 1) > most:
-            raise ValueError(
-                f"{type(module).__name__} has embeddings of {most} positions "
-                f"(config.max_position_embeddings); the sequence needs {needed}"
-            )
-
-
 def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     """The mask of the rows, checked, True where a position is padding; None without a mask."""
     if mask is None:
@@ -249,10 +234,7 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
             f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
             f"is valid; other masks have no dilated attention. Got {got}"
         )
-    wrong = mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())
-    if mask.is_floating_point():  # an additive one is 0 where a position is valid
-        wrong = wrong or not bool((mask[:, :1] == 1).all())
-    if wrong:
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
             f"told by position_ids that restart at 0); got {mask.dtype} up to {mask.max().item()}"
@@ -262,10 +244,10 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
 
 def _given_borders(given: dict[str, Any], rows: Rows) -> list[int] | None:
     """The documents that the keyword arguments of flash attention name."""
-    query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if query is None and key is None:
+    each = [given.get(name) for name in PACKING[:2]]
+    if each == [None, None]:
         return None
-    borders, others = (None if x is None else as_ints("cu_seq_lens_q", x) for x in (query, key))
+    borders, others = (None if x is None else as_ints("cu_seq_lens_q", x) for x in each)
     if borders is None or borders != others or rows.batch != 1:
         raise ValueError(
             "cu_seq_lens_q and cu_seq_lens_k must both be given, and equal, for a batch of 1 row; "
@@ -295,11 +277,7 @@ def _restarts(
     given: list[int] | None,
     ends: Exchange,
 ) -> list[int] | None:
-    """The documents that begin where position ids are 0, the same on every rank; or those given.
-
-    Where ids do not count up, not alike in all rows, or restart elsewhere than at the documents
-    given, a ValueError on every rank.
-    """
+    """The documents that begin where position ids are 0, the same on every rank; or those given."""
     stops = torch.tensor(lengths or [rows.total] * rows.batch, device=rows.positions.device)
     valid = rows.positions < stops[:, None]
     ids = ids.to(rows.positions.device).expand(rows.batch, -1)
@@ -399,20 +377,16 @@ def _weight(module: nn.Module, names: tuple[str, ...]) -> Any:
 # --- losses
 
 
-_IGNORED = -100  # transformers' label of what is not learnt
 _ADVICE = (
-    "num_items_in_batch must come from labels_per_rank, the labels of all ranks divided by the "
-    "number of ranks, or transformers' Trainer with average_tokens_across_devices=True, its default"
+    "num_items_in_batch must come from labels_per_rank, or from transformers' Trainer with "
+    "average_tokens_across_devices=True, its default"
 )
 
 
 def _missing_for_loss(given: dict[str, Any]) -> str:
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:
-            return (
-                f"labels need {name}: shard_batch returns shift_labels, and labels_per_rank "
-                f"num_items_in_batch; got {name}=None"
-            )
+            return f"labels need {name}: see shard_batch and labels_per_rank; got {name}=None"
     return ""
 
 
@@ -428,15 +402,15 @@ def check_head(given: dict[str, Any], ranks: int) -> str:
         why = "trl computes the loss itself, of a shard (fused_lm_head): use transformers' Trainer"
     elif given.get("shift_labels") is not None and given.get("labels") is None:
         why = (
-            "shift_labels need labels; got labels=None. The Trainer takes them out for "
-            "label_smoothing_factor and compute_loss_func, which shift the labels of a shard: "
-            "compute such a loss from the logits and shift_labels, without giving them the model"
+            "shift_labels need labels; got labels=None. With label_smoothing_factor or "
+            "compute_loss_func, which shift the labels of a shard, the Trainer takes them out: "
+            "compute such a loss yourself, and do not pass the model shift_labels"
         )
     elif (is_prompt or not is_cached(given)) and (isinstance(kept, Tensor) or kept != is_prompt):
         why = (
             "logits_to_keep must be 1 for a prompt with a KV cache, which has the logits of its "
-            "last token alone, and 0 without a cache, where it would count the rows of a shard: "
-            f"generate, which passes 1, needs use_cache=True; got {in_brief(kept)}"
+            "last token alone, and else 0, as it would count the rows of a shard: generate, which "
+            f"passes 1, needs use_cache=True; got {in_brief(kept)}"
         )
     elif given.get("labels") is not None and not is_cached(given):
         why = _missing_for_loss(given)
@@ -453,9 +427,8 @@ def check_loss(model: Any, settings: Settings, logits: Tensor, given: dict[str, 
     if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
         why = (
             "num_items_in_batch must be an int, a float, or a tensor of ints, float32 or float64; "
-            f"got {count.dtype}, which rounds it. Under fully_shard with a MixedPrecisionPolicy, "
-            "which casts floating arguments, pass num_items_in_batch.item(), or set "
-            "cast_forward_inputs=False"
+            f"got {count.dtype}, which rounds it: under fully_shard with a MixedPrecisionPolicy, "
+            "which casts arguments, pass num_items_in_batch.item()"
         )
     elif ranks > 1 and (missing := _missing_for_loss(given)):
         why = f"on {ranks} ranks {missing}"
@@ -523,26 +496,24 @@ def shard_batch(
             were given different batches. On every rank.
         RuntimeError: there are several ranks, and this is a worker process of a DataLoader.
     """
-    ends, whole = resolve_exchange(group), {}
+    ends = resolve_exchange(group)
+    whole = {name: batch[name] for name in _SHARDED if batch.get(name) is not None}
     with comparing("shard_batch", ends) as compared:
         layout.check_ranks(ends.world_size)
         if unknown := sorted(map(str, set(batch) - {*_SHARDED, *PACKING})):
             raise ValueError(
                 f"a batch may hold {', '.join((*_SHARDED, *PACKING))}; got {', '.join(unknown)}"
             )
-        for name in _SHARDED:
-            if (tensor := batch.get(name)) is None:
-                continue
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else in_brief(tensor)
-            if not isinstance(shape, tuple) or shape[1:2] != (layout.length,):
+        for name, x in whole.items():
+            if not isinstance(x, Tensor) or x.shape[1:2] != (layout.length,):
+                got = tuple(x.shape) if isinstance(x, Tensor) else in_brief(x)
                 raise ValueError(
                     f"{name} must be a tensor with the layout's {layout.length} positions in "
-                    f"dimension 1; got {shape}"
+                    f"dimension 1; got {got}"
                 )
-            whole[name] = tensor
         compared.update(batch, layout=layout.digest[:8])
     if "labels" in whole:
-        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
+        whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
     shards = {name: batch[name] for name in PACKING if name in batch}
     for name, tensor in whole.items():
         shards[name] = layout.shard(tensor, ends.rank, dim=1).contiguous()  # losses view them flat

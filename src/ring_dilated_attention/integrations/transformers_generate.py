@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..decode import DeepOnly, DilatedKVCache, cached_attention
-from ..exchange import resolve_exchange
+from ..exchange import resolve_exchange, untraced
 from ..functional import autocast_inputs, dilated_attention
 from ..layout import SequenceLayout
 from ..parallel import comparing
@@ -40,7 +39,6 @@ from .transformers_call import (
     cache_of,
     check_ids,
     check_padding,
-    check_table,
     inputs_of,
     pattern_of_layer,
     retuned,
@@ -64,11 +62,6 @@ class _Layer:
 
     def __init__(self, kv: DilatedKVCache) -> None:
         self.kv = kv
-
-
-_GROWTH = 1.5
-"""A cache of unknown length makes room for this many times what it needs: few copies, and at most
-half too much."""
 
 
 class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
@@ -97,6 +90,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
 
     Attributes:
         settings: those of the model.
+        lengths: valid positions of each row; the next one's number. Empty before the first prompt.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -123,7 +117,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         self._room = 0 if max_length is None else check_positive_int("max_length", max_length)
         self._sharded = sharded
         self._columns = 0
-        self._lengths: tuple[int, ...] = ()
+        self.lengths: tuple[int, ...] = ()
         self._is_called = False  # by a model with set_attention
         self._noted: dict[int, tuple[Tensor, Tensor]] = {}  # of `update`, by layer, in this call
         self._taken = 0  # by attention, in this call
@@ -134,14 +128,9 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         return sum(layer.kv.nbytes for layer in self.layers)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Valid positions of each row; the next one's number. Empty before the first prompt."""
-        return self._lengths
-
-    @property
     def batch_size(self) -> int:
         """Rows of the batch; -1 before the first prompt."""
-        return len(self._lengths) or -1
+        return len(self.lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far: padding counts, since masks and inputs of ``generate`` have it."""
@@ -161,15 +150,12 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note the new keys and values of a layer; attention, which comes next, adds them.
+        """Note and return new keys and values of a layer; attention, which comes next, adds them.
 
         Args:
             key_states: (batch, kv_heads, m, head_dim).
             value_states: like `key_states`.
             layer_idx: of the layer.
-
-        Returns:
-            The two tensors themselves.
 
         Raises:
             ValueError: the model has no `set_attention`.
@@ -179,19 +165,11 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
                 "a DilatedCache is for the model with set_attention that it was made for; this one "
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
             )
-        if layer_idx in self._noted:
-            raise ValueError(
-                f"layer {layer_idx} updates the KV cache twice in a call: pass use_cache=False"
-            )
         self._noted[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def reserve(self, max_length: int) -> None:
-        """Make room for documents of `max_length` positions; never makes less room than there is.
-
-        Args:
-            max_length: positions, those so far included.
-        """
+        """Make room for documents of `max_length` positions, those so far included; never less."""
         self._room = max(self._room, check_positive_int("max_length", max_length))
         for layer in self.layers:
             layer.kv.reserve(self._room)
@@ -199,7 +177,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop everything: the next call brings a new prompt, of any batch."""
         self.layers: list[_Layer] = []
-        self._columns, self._lengths = 0, ()
+        self._columns, self.lengths = 0, ()
 
     # A call of the model: `start`, then `update` and `of_layer` for each layer, then `finish`.
 
@@ -209,7 +187,7 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
         if not self._columns:
             self.layers = []
         if max(after) > self._room:
-            self.reserve(math.ceil(_GROWTH * max(after)))
+            self.reserve(math.ceil(1.5 * max(after)))  # few copies, and at most half too much
 
     def taken(self, module: nn.Module, key: Tensor, value: Tensor) -> int:
         """The number of the layer, if an update has returned these very tensors; or a ValueError.
@@ -240,23 +218,22 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             )
             self.layers.append(_Layer(kv))
         found: DilatedKVCache = self.layers[layer_idx].kv
-        if found.known_lengths != (self._lengths or (0,) * len(rows)):
+        if found.known_lengths != (self.lengths or (0,) * len(rows)):
             raise ValueError(
                 f"layer {layer_idx} has {found.known_lengths} rows in the KV cache where "
-                f"{self._lengths} were expected: an earlier call with this cache failed (reset() "
-                "it and begin anew), or the model's layers do not update it once in each call"
+                f"{self.lengths} were expected: an earlier call failed (reset() the cache)"
             )
         return found
 
     def finish(self, after: tuple[int, ...], columns: int) -> None:
         """Note that a call has added columns."""
         self._is_called, self._noted = False, {}
-        self._columns, self._lengths = self._columns + columns, after
+        self._columns, self.lengths = self._columns + columns, after
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.settings.pattern}, {self._columns} columns, lengths "
-            f"{list(self._lengths)}, max_length={self._room}, sharded={self._sharded})"
+            f"{list(self.lengths)}, max_length={self._room}, sharded={self._sharded})"
         )
 
 
@@ -317,16 +294,8 @@ def attended(
 # --- a call of the model
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CachedCall(Call):
-    """A call of a model with a cache."""
-
-    columns: int  # tokens of each row, padding included
-    after: tuple[int, ...]  # valid positions of each row after the call
-    position_ids: Tensor  # of the columns that this rank computes, (1 or batch, columns)
-
-
-def restored(module: nn.Module, call: CachedCall, output: Any) -> Any:
+@untraced
+def restored(module: nn.Module, call: Call, output: Any) -> Any:
     """Behind a decoder: `output`, its hidden states in the order of the input.
 
     On several ranks those of a prompt are the last token's alone, (batch, 1, hidden), on each rank.
@@ -355,17 +324,18 @@ def _rows_at(x: Tensor, index: Tensor) -> Tensor:
 _PLAIN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
+@untraced
 def prepared_with_cache(
     module: nn.Module, settings: Settings, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments for a decoder that is called with a cache, made from those of its caller.
 
     `given` are the same on every rank. They get this rank's shard of a prompt, or the whole of
-    later tokens, with their ``position_ids``, the cache, and a `CachedCall`. What is not supported,
+    later tokens, with their ``position_ids``, the cache, and a `Call`. What is not supported,
     gradients, and ranks that differ are errors on every rank.
     """
     with comparing(type(module).__name__, resolve_exchange(settings.options.group)) as compared:
-        call = _call(module, settings, given)
+        call, position_ids = _call(module, settings, given)
         compared.update(
             {
                 "input": inputs_of(given),  # a seed may have made the tokens different
@@ -383,15 +353,15 @@ def prepared_with_cache(
     return {
         **kept,
         "attention_mask": None,
-        "position_ids": call.position_ids,
+        "position_ids": position_ids,
         cache_name(module): call.cache,
         "use_cache": True,
         NAME: call,
     }
 
 
-def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
-    """Check a call with a cache, and lay its columns out: a prompt, or new ones behind it."""
+def _call(module: Any, settings: Settings, given: dict[str, Any]) -> tuple[Call, Tensor]:
+    """A call with a cache, and the position ids of the columns that this rank computes of it."""
     settings.raise_refusal()
     cache = cache_of(given)
     cache = DilatedCache(module) if cache is None else _checked(cache)
@@ -407,42 +377,34 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> CachedCall:
     others = [key for key, x in given.items() if isinstance(x, Tensor) and key not in _PLAIN]
     why = ""
     if others:
-        why = (
-            "a model takes input_ids or inputs_embeds, attention_mask and position_ids; got "
-            f"{', '.join(sorted(others))}"
-        )
+        why = f"a model takes {', '.join(_PLAIN[:4])}; got {', '.join(sorted(others))}"
     elif (was.told, was.options.group) != (settings.told, settings.options.group):
         why = (
-            "it must be of the model's own pattern and group; set_attention was called since it "
-            f"was made, or with another model. It has {was.pattern}, the model {settings.pattern}"
+            f"of {was.pattern} the model must have this pattern and group, as when the cache was "
+            f"made; got {settings.pattern}"
         )
     elif before and len(cache.lengths) != batch:
-        why = (
-            f"the input must be of its batch: it has {len(cache.lengths)} rows of a batch, the "
-            f"input {batch}: reset() the cache for another batch"
-        )
+        rows = len(cache.lengths)
+        why = f"of {rows} rows the input must have {rows} too, or reset() the cache; got {batch}"
     if why:
         raise ValueError(f"with a KV cache {why}")
     columns = torch.arange(before + count, device=device)
     firsts, places = _places(given, cache, Rows(batch, columns, 0))
     after = tuple(before + count - first for first in firsts)
-    check_table(module, max(after))
-    call = partial(CachedCall, settings, cache=cache, columns=count, after=after)
+    call = partial(Call, settings, cache=cache, columns=count, after=after)
     if before:
-        return call(position_ids=places[:1] if len(set(firsts)) == 1 else places)
+        return call(), places[:1] if len(set(firsts)) == 1 else places
     layout, width, positions = None, count, columns
     if ends.world_size > 1:
         width = max(count, 2 * ends.world_size)  # transformers' models take no empty shards
         layout = SequenceLayout.zigzag(width, ends.world_size)  # which balances causal work
         positions = layout.positions(ends.rank, device=device)
-    return call(
-        lengths=None if set(after) == {width} else list(after),
-        # A model that looks at the largest position, or has few, is not to see those of padding.
-        position_ids=positions[None].clamp(max=max(0, max(after) - 1)),
-        layout=layout,
-        # Each row begins with its first valid column; padding goes behind the text.
-        source=(positions - places[:, :1]) % count if layout or any(firsts) else None,
-    )
+    # Each row begins with its first valid column; padding goes behind the text.
+    source = (positions - places[:, :1]) % count if layout or any(firsts) else None
+    lengths = None if set(after) == {width} else list(after)
+    # A model that looks at the largest position, or has few, is not to see those of padding.
+    ids = positions[None].clamp(max=max(0, max(after) - 1))
+    return call(layout=layout, lengths=lengths, source=source), ids
 
 
 def _places(given: dict[str, Any], cache: DilatedCache, rows: Rows) -> tuple[list[int], Tensor]:
@@ -491,10 +453,9 @@ def cache_name(module: nn.Module) -> str:
 def _checked(cache: Any) -> DilatedCache:
     if not isinstance(cache, DilatedCache):
         raise ValueError(
-            "the KV cache must be a DilatedCache, which generate makes by itself for a model with "
-            "set_attention; where only a part of the model has it, such as "
-            "model.model.language_model, give generate DilatedCache(that part), or use_cache=False "
-            f"(M-RoPE). Got {type(cache).__name__}"
+            "the KV cache must be a DilatedCache, which generate makes for a model with "
+            "set_attention; where only a part has it, as model.model.language_model, pass "
+            f"DilatedCache(that part), or use_cache=False (M-RoPE). Got {type(cache).__name__}"
         )
     return cache
 
@@ -507,19 +468,15 @@ def prepare_cache_for_generation(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`.
-
-    A ValueError where another kind of cache or search is asked for.
-    """
+    """Put a `DilatedCache` with room for all that ``generate`` may need into `model_kwargs`."""
     if generation_config.use_cache is False:
         return
     kind = generation_config.cache_implementation
     if generation_mode not in _MODES or kind not in (None, "dynamic"):
         mode = getattr(generation_mode, "value", generation_mode)
         raise ValueError(
-            "a model with set_attention generates with a DilatedCache, cache_implementation=None, "
-            "by greedy search or sampling: assisted decoding and prompt lookup are not supported, "
-            "and beams on one process alone, with use_cache=False. Got "
+            "a model with set_attention generates with cache_implementation=None, by greedy search "
+            "or sampling, and beams on one process alone, with use_cache=False. Got "
             f"cache_implementation={kind!r} and {mode}"
         )
     cache = cache_of(model_kwargs)

@@ -13,7 +13,7 @@ BUDGET = {
     "cli": (1_284, 7),
     "decode": (1_626, 5),
     "draw": (737, 5),
-    "engine": (2_209, 9),
+    "engine": (2_221, 9),
     "exchange": (1_510, 6),
     "integrations": (3_190, 11),
     "kernels": (3_387, 10),

@@ -370,21 +370,8 @@ def forward(
     query, (out, lse, store), backend = inputs.query, result, call.selection.backend
     work = _schedule(group, call, query.shape[3], call.limits.forward)
     if work.table or work.packed:  # first: it does not have to wait for additions of its group
-
-        def launch() -> None:
-            cells, config = _launch(work, False, call, query)
-            kernels.tiles_forward(
-                *inputs,
-                out,
-                lse,
-                cells,
-                is_causal=cells.is_causal,
-                scale=call.scale,
-                store=store,
-                config=config,
-            )
-
-        sums.run(launch, *inputs, into=(out, lse, *inputs[1:]), holds=False)
+        add_all = partial(_forward_launch, work, call, inputs, result)
+        sums.run(add_all, *inputs, into=(out, lse, *inputs[1:]), holds=False)
     totals = out, lse.transpose(1, 2)
     given = inputs, (), totals, (store, False), sums.most_held
     for one in _kernel_calls(work, call, given):
@@ -398,6 +385,21 @@ def forward(
         add_all = partial(merge, out_rows, lse_rows, *found, store=store)
         sums.run(add_all, *found, into=(out_rows, lse_rows), is_long=one.is_long)
         del found, add_all  # before the next call makes its own
+
+
+def _forward_launch(work: Schedule, call: TileCall, inputs: Inputs, result: Result) -> None:
+    """Compute all tiles that share a launch, and merge their results."""
+    cells, config = _launch(work, False, call, inputs.query)
+    kernels.tiles_forward(
+        *inputs,
+        result.out,
+        result.lse,
+        cells,
+        is_causal=cells.is_causal,
+        scale=call.scale,
+        store=result.stores,
+        config=config,
+    )
 
 
 def backward(
@@ -416,25 +418,9 @@ def backward(
     query = inputs.query
     work = _schedule(group, call, query.shape[3], call.limits.backward)
     if work.table or work.packed:  # first, as in forward
-
-        def launch() -> None:
-            cells, config = _launch(work, True, call, query)
-            kernels.tiles_backward(
-                merged.dout,
-                *inputs,
-                merged.lse,
-                merged.delta,
-                *gradients[:3],
-                cells,
-                is_causal=cells.is_causal,
-                scale=call.scale,
-                store=store,
-                store_keys=store_keys,
-                config=config,
-            )
-
+        add_all = partial(_backward_launch, work, call, inputs, merged, gradients)
         reads = *inputs, merged.dout, merged.out, merged.lse, merged.room
-        sums.run(launch, *reads, into=(*totals, *inputs[1:]), holds=False)
+        sums.run(add_all, *reads, into=(*totals, *inputs[1:]), holds=False)
     of_merged = merged.dout, merged.out, merged.lse.transpose(1, 2)
     given = inputs, of_merged, totals, (store, store_keys), sums.most_held
     for one in _kernel_calls(work, call, given):
@@ -455,6 +441,26 @@ def backward(
             sums.run(add_all, *found, into=added, is_long=one.is_long)
             del add_all
         del found  # before the next call makes its own
+
+
+def _backward_launch(
+    work: Schedule, call: TileCall, inputs: Inputs, merged: Merged, gradients: Gradients
+) -> None:
+    """The gradients of all tiles that share a launch, added where they belong."""
+    cells, config = _launch(work, True, call, inputs.query)
+    kernels.tiles_backward(
+        merged.dout,
+        *inputs,
+        merged.lse,
+        merged.delta,
+        *gradients[:3],
+        cells,
+        is_causal=cells.is_causal,
+        scale=call.scale,
+        store=gradients.stores_query,
+        store_keys=gradients.stores_keys,
+        config=config,
+    )
 
 
 def _add_all(

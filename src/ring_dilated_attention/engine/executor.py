@@ -17,7 +17,7 @@ import torch
 
 from ..exchange import Exchange, Pending
 from ..kernels import keep_few
-from ..plan import Action, RankPlan, TileGroup, lower
+from ..plan import Action, Message, RankPlan, TileGroup, lower
 from ..tiles import Selection, accumulate_dtype
 from . import compute, transfer
 from .accumulate import Accumulator, kernels_on, sum_dtype
@@ -376,16 +376,22 @@ class Backward(Run):
         """Add gradients of own rows that another rank has returned."""
         assert action.step is not None
         (pending, sent, returned), (_, dkey, dvalue) = self._returning.popleft(), self.totals[:3]
-        message = action.step.send
-
-        def add_all() -> None:
-            pending.wait()
-            if returned is not None and message is not None:
-                transfer.add_returned(dkey, dvalue, returned, message)
-
+        add_all = partial(_add_returned, pending, returned, action.step.send, dkey, dvalue)
         if action.behind:
             held = [x for x in (sent, returned) if x is not None]
             self.sums.start(add_all, *held, into=(dkey, dvalue))
         else:
             self.sums.join()
             add_all()
+
+
+def _add_returned(
+    pending: Pending,
+    returned: torch.Tensor | None,
+    message: Message | None,
+    dkey: torch.Tensor,
+    dvalue: torch.Tensor,
+) -> None:
+    pending.wait()
+    if returned is not None and message is not None:
+        transfer.add_returned(dkey, dvalue, returned, message)

@@ -85,11 +85,12 @@ def test_code_that_differs_from_its_example_is_found():
 
 
 ONLY_ON_THE_SITE = re.compile(
-    r"^(?:--8<--|!!! |\?\?\?|=== |::: |:   |\[TOC\]|> \[!)|\{ ?[:.#][\w-]+|#only-(?:light|dark)",
+    r"^(?:--8<--|!!! |\?\?\?|=== |::: |:   |\[TOC\]|> \[!)|\{ ?[:.#][\w-]+|#only-(?:light|dark)"
+    r"|^!\[.*-(?:light|dark)\.svg",
     re.MULTILINE,
 )
 """Snippets, admonitions, tabs, generated parts, definitions, attributes: text on GitHub or on the
-site, and code on the other."""
+site, and code on the other; a figure of one palette, which needs a <picture>."""
 
 
 def without_code(text):
@@ -102,7 +103,14 @@ LIST_IN_TEXT = re.compile(r"^[^\s\-*#|>\d<`].*\n[-*] .*|[.:] - \*\*.*", re.MULTI
 
 
 def test_pages_have_no_markup_that_only_one_of_github_and_the_site_shows():
-    for text in ('!!! note "A"', '=== "A"', "::: a.b", "term\n:   text", "![a](a.svg#only-light)"):
+    for text in (
+        '!!! note "A"',
+        '=== "A"',
+        "::: a.b",
+        "term\n:   text",
+        "![a](a.svg#only-light)",
+        "![a](a-light.svg)",
+    ):
         assert ONLY_ON_THE_SITE.search(text)
     assert LIST_IN_TEXT.search("A list:\n- a")
     for page in PAGES:

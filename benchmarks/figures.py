@@ -35,7 +35,7 @@ def plan_of(pattern, length, layout, causal=True, heads=4):
 def hero(style):
     """What a dilated pattern shows a head, and what each of 4 ranks sends."""
     plan = plan_of(SMALL, 32, "contiguous", causal=False)
-    figure = draw.new_figure(style, 10.2, 5.0)
+    figure = draw.new_figure(style, 10.2, 5.3)
     sees, holds, sends = figure.subplots(1, 3)
     draw.draw_mask(plan, style=style, axes=sees)
     draw.draw_mask(plan, by="rank", style=style, axes=holds)

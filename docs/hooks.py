@@ -152,6 +152,11 @@ def on_page_content(html: str, page: Any, **kwargs: Any) -> str:
     return html
 
 
+def on_post_page(output: str, **kwargs: Any) -> str:
+    """Leave out what asks GitHub's API for stars and a release: the site asks no other host."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def _repository(config: MkDocsConfig) -> str:
     return str(config.repo_url).rstrip("/")
 

@@ -51,9 +51,9 @@ def hero(style):
     sends.set(xlim=(0, 8), ylim=(4, 0), box_aspect=1)
     sends.set_axis_off()
     for axes, title, below in (
-        (sees, "1  What one head sees", "near keys densely, far keys sparsely"),
+        (sees, "1  What one head sees", "all nearby keys, few distant ones"),
         (holds, "2  Which GPU holds those keys", "mostly the one that needs them"),
-        (sends, "3  What each GPU sends", "keys that others need, once; dense: all 8 of 8"),
+        (sends, "3  What each GPU sends", "only what others need; dense attention: all"),
     ):
         draw.set_titles(axes, style, title, below, lift=24)
     by_branch, by_rank = (draw.mask_key(plan, by, style).values() for by in ("branch", "rank"))
@@ -65,7 +65,7 @@ def mask_by_branch(style):
     """Which branch shows which key, for two heads."""
     plan = plan_of(CROSSING, 48, "contiguous")
     figure = draw.new_figure(style, 9.4, 5.9)
-    words = ["nested squares: several branches show the key", "sparse keys are shifted by one"]
+    words = ["nested squares: several branches have the key", "dilated keys are one position later"]
     for head, axes in enumerate(figure.subplots(1, 2)):
         draw.draw_mask(plan, head, style=style, axes=axes)
         draw.set_titles(axes, style, f"Head {head}", words[head])
@@ -80,11 +80,12 @@ def mask_by_sender(style):
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
     draw.draw_mask(plan, by="rank", style=style, axes=left)
     words = "zigzag: rank i of 4 holds chunks i and 7 - i of 8"
+    left.yaxis.labelpad = 46  # beyond the names of the ranks
     draw.set_titles(left, style, "Which rank sends the keys of head 0", words, lift=32)
     draw.draw_exchange(plan, None, style=style, axes=right)
     dense = plan_of(DENSE, 48, "zigzag", heads=1)
-    words = f"dense attention: {sum(dense.rank(i).total_sent_rows for i in range(4))}"
-    draw.set_titles(right, style, "Keys sent for head 0", f"{right.get_title()}; {words}")
+    words = f"Dense attention: {sum(dense.rank(i).total_sent_rows for i in range(4))}"
+    draw.set_titles(right, style, "Keys sent for head 0", f"In all {right.get_title()}. {words}")
     draw.add_key(figure, style, draw.mask_key(plan, "rank", style).values(), columns=2)
     return figure
 
@@ -111,6 +112,8 @@ def ring_timeline(style):
         plan = plan_of(DENSE, length, "zigzag", heads=16)
         draw.draw_timeline(plan, SIZE, style=style, axes=axes)
         draw.set_titles(axes, style, f"{length:,} tokens: {titles[length]}", axes.get_title())
+        for rank, name in enumerate(axes.get_yticklabels()):
+            name.set(color=style.rank_color(rank), weight="bold")
     return figure
 
 
@@ -133,13 +136,13 @@ def closed_blocks(style):
     closed = reach(LONGNET, length, cell)
     spans = DilatedPattern([*LONGNET.segment_lengths, None], [*LONGNET.dilation_rates, 64])
     note = (
-        "1 cell = 2,048 × 2,048 tokens, set if any of a row depends on any of a column, "
-        "at any depth"
+        "A cell, 2,048 × 2,048 tokens, is filled if its row depends on its column, "
+        "in any number of layers."
     )
     figure = draw.new_figure(style, 8.6, 4.5, note=note)
     titles = {
-        "LongNet's published pattern": (closed, "blocks of 32,768 never meet"),
-        "The same and (None, 64)": (reach(spans, length, cell), "blocks meet by the last branch"),
+        "LongNet's published pattern": (closed, "blocks of 32,768 are separate"),
+        "The same with (None, 64)": (reach(spans, length, cell), "the new branch connects blocks"),
     }
     for axes, (title, (found, below)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for query, (reached, block) in enumerate(zip(found, closed, strict=True)):
@@ -154,9 +157,9 @@ def closed_blocks(style):
         axes.set_xticks(places, words)
         axes.set_yticks(places, words)
         axes.set(
-            xlim=(0, len(found)), ylim=(len(found), 0), box_aspect=1, xlabel="depends on tokens"
+            xlim=(0, len(found)), ylim=(len(found), 0), box_aspect=1, xlabel="depends on token"
         )
-        axes.set_ylabel("output of tokens")
+        axes.set_ylabel("output of token")
         draw.dress(axes, style)
         draw.set_titles(axes, style, title, below)
     return figure

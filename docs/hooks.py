@@ -37,7 +37,6 @@ MEMBERS = {
 PICTURE = re.compile(
     r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-LIGHT = re.compile(r"^!\[(.*)\]\((\S+)-light(\.svg)\)$", re.MULTILINE)
 BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 CODE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]*)(#[^)\s]*)?\)")
@@ -70,7 +69,6 @@ def for_the_site(page: str, path: Path, repository: str) -> str:
     The palette of the site need not be the system's, so each picture is there for both.
     """
     page = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", page)
-    page = LIGHT.sub(r"![\1](\2-light\3#only-light)\n![\1](\2-dark\3#only-dark)", page)
     for module, name, row in list(names_of(page)):
         if path.parent.name == "reference":
             here = Path(page_of(module, name)).name
@@ -152,6 +150,11 @@ def on_page_content(html: str, page: Any, **kwargs: Any) -> str:
             for section in title.children:
                 section.children = []
     return html
+
+
+def on_post_page(output: str, **kwargs: Any) -> str:
+    """Leave out what asks GitHub's API for stars and a release: the site asks no other host."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def _repository(config: MkDocsConfig) -> str:

@@ -266,7 +266,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--most-tiles", type=int, default=16_384, help="at once on a GPU")
     parser.add_argument("--tile-size", type=float, help="of files that do not say it")
-    parser.add_argument("--workers", type=int, default=4, help="processes that read files")
+    cores = os.cpu_count() or 1
+    parser.add_argument(
+        "--workers", type=int, default=min(4, cores), help="processes that read files"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for predictions.csv and weights")
     return parser.parse_args()

@@ -34,11 +34,11 @@ from .tiles import Selection, select_backend, wants_same_bits
 _pattern = lru_cache(maxsize=64)(DilatedPattern)
 _layout_of = lru_cache(maxsize=64)(SequenceLayout.from_flat)
 
-KINDS_KEPT = 64
-"""Kinds of calls whose plans are kept: about 40 KB each, and 6 for each packed document."""
+KINDS_KEPT, PACKED_KEPT, FEW_DOCUMENTS = 256, 16, 64
+"""Kinds of calls whose plans are kept, those with more than `FEW_DOCUMENTS` apart: a plan takes
+about 40 KB, and 6 for each packed document."""
 
-
-_plan = lru_cache(maxsize=KINDS_KEPT)(plan_attention)
+_plan = lru_cache(maxsize=PACKED_KEPT)(plan_attention)
 
 
 class FlatOptions(NamedTuple):
@@ -175,7 +175,8 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
     Raises:
         ValueError: the layout, the documents, the lengths or the back end do not fit the call.
     """
-    return _resolve(
+    find = _resolved_packed if len(options.documents) > FEW_DOCUMENTS else _resolved
+    return find(
         ends.rank,
         ends.world_size,
         _Kind(query.shape, options.num_kv_heads, query.dtype, query.device),
@@ -184,7 +185,6 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
     )
 
 
-@lru_cache(maxsize=KINDS_KEPT)
 def _resolve(
     rank: int,
     world_size: int,
@@ -209,6 +209,10 @@ def _resolve(
         tuple(planned),
         None if split is None else split.share_of(rank),
     )
+
+
+_resolved = lru_cache(maxsize=KINDS_KEPT)(_resolve)
+_resolved_packed = lru_cache(maxsize=PACKED_KEPT)(_resolve)
 
 
 def _selected(options: FlatOptions, kind: _Kind) -> Selection:
@@ -355,5 +359,5 @@ def _digest(numbers: Sequence[int]) -> str:
 
 def forget_plans() -> None:
     """Drop what is kept of the calls so far: plans, schedules."""
-    for kept in (_resolve, _plan):
+    for kept in (_resolved, _resolved_packed, _plan):
         kept.cache_clear()

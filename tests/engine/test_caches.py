@@ -13,7 +13,7 @@ from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import keep_few
 from ring_dilated_attention.plan import AttentionPlan, RankPlan
-from ring_dilated_attention.resolve import KINDS_KEPT, forget_plans
+from ring_dilated_attention.resolve import FEW_DOCUMENTS, KINDS_KEPT, PACKED_KEPT, forget_plans
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def _no_plans():
     compute.SCHEDULES.clear()
 
 
-def attend(length, batch=1):
-    query = torch.randn(batch, length, 2, 8)
-    return dilated_attention(query, query, query, DilatedPattern([8], [3], zero_keys=True))
+def attend(length, batch=1, documents=None):
+    query, pattern = torch.randn(batch, length, 2, 8), DilatedPattern([8], [3], zero_keys=True)
+    return dilated_attention(query, query, query, pattern, documents=documents)
 
 
 @pytest.mark.usefixtures("_no_plans")
@@ -41,6 +41,14 @@ def test_what_is_kept_for_a_plan_goes_with_it():
     forget_plans()
     gc.collect()
     assert len(compute.SCHEDULES) == 0
+
+
+@pytest.mark.usefixtures("_no_plans")
+def test_plans_of_many_documents_are_fewer():
+    for length in range(FEW_DOCUMENTS + 1, FEW_DOCUMENTS + 1 + PACKED_KEPT + 8):
+        attend(length, documents=range(length + 1))
+    gc.collect()
+    assert PACKED_KEPT <= len(compute.SCHEDULES) <= 2 * PACKED_KEPT
 
 
 @pytest.mark.usefixtures("_no_plans")

@@ -290,6 +290,7 @@ CONSTRUCTOR_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"args": config(multiway=True)}, "args.multiway must"),
     ({"args": config(seq_parallel=True)}, "pass group="),
     ({"args": config(layernorm_eps=0)}, "layernorm_eps .* got 0"),
+    ({"dropout": 1.5}, r"dropout must lie in \[0, 1\]; got 1.5"),
     ({"encoder_decoder_attention": True}, "self_attention must be True"),
     ({"head_offsets": "none"}, "head_offsets must be one of"),
 ]

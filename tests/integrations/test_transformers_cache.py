@@ -108,10 +108,7 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({CACHE: transformers.DynamicCache()}, r"be a DilatedCache.* Got DynamicCache"),
     ({"attention_mask": LEFT.flip(1)}, "padding_side = 'left'"),
     ({"num_beams": 3}, "beams on one process alone, with use_cache=False. .* and beam_search"),
-    (
-        {"prompt_lookup_num_tokens": 3},
-        "greedy search or sampling, .*=None and assisted_",
-    ),
+    ({"prompt_lookup_num_tokens": 3}, "or sampling, and beams .*=None and assisted_generation"),
 ]
 
 
@@ -177,8 +174,11 @@ def test_keys_that_are_changed_on_their_way_are_refused(name, monkeypatch):
         model(IDS, use_cache=True)
 
 
-def test_layers_without_a_cache_are_refused(monkeypatch):
+def test_layers_that_share_a_cache_or_have_none_are_refused(monkeypatch):
     model = ready()
+    model.model.layers[1].self_attn.layer_idx = 0
+    with torch.no_grad(), pytest.raises(ValueError, match="layer 0 updates the KV cache twice"):
+        model(NEXT, **{CACHE: model(IDS, use_cache=True)[CACHE]})
 
     def forgetful(self, key, value, layer_idx, **rest):
         return key, value

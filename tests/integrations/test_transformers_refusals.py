@@ -167,7 +167,7 @@ ATTENTION_REFUSALS: dict[str, Any] = {
     "settings": ({"ring_dilated_attention": None}, "call .*set_attention"),
     "attention_mask": (
         {"attention_mask": torch.ones(1, 1, 9, 9)},
-        "a mask must be a right padding, .* got <class 'torch.Tensor'>",
+        "a mask must be a right padding, .* got a Tensor",
     ),
     "dropout": ({"dropout": 0.1}, "attention dropout is refused .* got 0.1"),
     "key": ({"key": torch.ones(1, 4, 12, 8), "value": torch.ones(1, 4, 12, 8)}, "be a Dilat"),
@@ -233,6 +233,7 @@ MODEL_REFUSALS: dict[str, Any] = {
         {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)},
         r"other masks have no dilated attention. Got shape \(2, 1, 41, 41\)",
     ),
+    "an additive mask": ({"attention_mask": torch.zeros(2, LENGTH)}, "torch.float32"),
     "a mask of documents": ({"attention_mask": LEFT + 1}, "0 and 1 only, .* up to 2"),
     "a mask of each layer": ({"attention_mask": {}}, "must be a tensor .* Got dict"),
     "rows packed otherwise": (
@@ -258,10 +259,7 @@ MODEL_REFUSALS: dict[str, Any] = {
     "head_mask": ({"head_mask": torch.ones(4)}, "head_mask must be None"),
     "other hidden states": ({"encoder_hidden_states": torch.ones(2, 41, 32)}, "no cross-attention"),
     "a bias": ({"position_bias": 3.0}, r"does not support position_bias \(float\)"),
-    "a window": (
-        {"sliding_window": 8},
-        r"has sliding_window=8 and a mask without a window, Mask\(is",
-    ),
+    "a window": ({"sliding_window": 8}, "has sliding_window=8 and a mask without a window, causal"),
     "no input": ({"input_ids": None}, "needs input_ids"),
     "an empty shard": ({"input_ids": IDS[:, :0]}, r"no empty shards.* \(2, 0\)"),
     "borders and padding": (
@@ -378,6 +376,18 @@ def test_a_loss_that_one_rank_refuses_is_an_error_in_the_next_call_of_others():
             own(**shard)
 
     on_ranks(model, LAYOUTS["zigzag 2"], batch_of("plain"), run)
+
+
+@pytest.mark.parametrize("name", ["BioGpt", "CodeGen", "CTRL", "GPT2", "GPTBigCode", "GPTJ"])
+def test_ranks_refuse_more_positions_than_a_table_has(name):
+    head = "LMHeadModel" if name in ("CTRL", "GPT2") else "ForCausalLM"
+    model = make(name, head=head, max_position_embeddings=40, rotary_dim=4).eval()
+    set_attention(model, PATTERN)
+    model(IDS[:, :40])
+    message = r"has embeddings of 40 positions .* needs 41"
+    check_refused_calls(model, message, batch_of("plain"))
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(IDS, use_cache=True)
 
 
 def test_many_ranks_refuse_noise_whose_size_goes_by_the_shard():

@@ -7,6 +7,7 @@ the place of the stand-in.
 import copy
 import functools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -356,6 +357,18 @@ class Reads(LongNetViT):
         return super().forward(x, coords, all_layer_embed)
 
 
+def reads_all(self, x, coords):
+    """Pools by a maximum over the tiles, of which a sharded encoder returns one or none."""
+    x = self.patch_embed(x)
+    return self.encoder(src_tokens=None, token_embeddings=x)["encoder_out"].amax(1)
+
+
+def with_method(forward):
+    model = initialized(LongNetViT())
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
 def model_with(**attributes):
     model = initialized(LongNetViT())
     for name, value in attributes.items():
@@ -367,7 +380,11 @@ def model_with(**attributes):
 REFUSED: dict[str, Any] = {
     "no model": (lambda: 3, r"model must be a torch\.nn\.Module, got 3"),
     "nothing": (lambda: nn.Linear(2, 2), "holds no LongNetViT .*; got Linear"),
-    "a subclass": (Reads, r"has Reads\.forward, .* only the rows that LongNetViT\.forward reads"),
+    "a subclass": (Reads, r"has .*Reads\.forward, .* only the rows that LongNetViT\.forward reads"),
+    "a method": (
+        lambda: with_method(reads_all),
+        "has reads_all, .* only the rows that LongNetViT.forward reads",
+    ),
     "forward": (lambda: model_with(encoder__forward=print), "forward has been replaced"),
 }
 

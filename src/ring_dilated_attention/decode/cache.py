@@ -26,17 +26,11 @@ it takes to bring the results of ranks together."""
 
 
 class Prompt(NamedTuple):
-    """Rows of a batch whose prompts are alike.
+    """Rows of a batch whose prompts are alike."""
 
-    Attributes:
-        rows: of the prompt, evenly spaced: indexing with it gives a view.
-        to: the rows of the cache that take them, as many.
-        document: the positions of the document that goes on, in the whole sequence.
-    """
-
-    rows: slice
-    to: slice
-    document: range
+    rows: slice  # of the prompt, evenly spaced: indexing with it gives a view
+    to: slice  # the rows of the cache that take them, as many
+    document: range  # the positions of the document that goes on, in the whole sequence
 
 
 _Part: TypeAlias = tuple[Prompt, kept_rows.KeptRows, tuple[int, ...]]
@@ -54,15 +48,10 @@ class DeepOnly:
 
 
 class Lengths(NamedTuple):
-    """The positions of each row's document, as the host knows them.
+    """The positions of each row's document, as the host knows them."""
 
-    Attributes:
-        known: positions of each row.
-        longest: the most that each row has had since it began: what its last segment's rows were
-            overwritten by.
-    """
-
-    known: tuple[int, ...]
+    known: tuple[int, ...]  # positions of each row
+    # the most of each row since it began: what its last segment's rows were overwritten by
     longest: tuple[int, ...]
 
 

@@ -61,28 +61,18 @@ _Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Call(NamedTuple):
-    """Everything but the tensors of one call on one rank.
+    """Everything but the tensors of one call on one rank."""
 
-    Attributes:
-        planned: rows of the batch that are equally long, as evenly spaced slices, each with the
-            plan of a sequence of their length; in the same order on every rank.
-        positions: of the query.
-        tiles: what all tiles have in common; its `batch` is that of all rows.
-        by_kernel: whether the decoding kernels compute forward; else tiles do.
-        exchange: this rank's end of the group.
-        returns_dquery: whether backward computes the gradient of the query.
-        number: of the call among those of its group.
-        sink: (heads,), or None.
-    """
-
+    # rows of the batch that are equally long, as evenly spaced slices, each with the plan of a
+    # sequence of their length; in the same order on every rank
     planned: tuple[tuple[slice, AttentionPlan], ...]
-    positions: range
-    tiles: TileCall
-    by_kernel: bool
-    exchange: Exchange
-    returns_dquery: bool
-    number: int
-    sink: torch.Tensor | None
+    positions: range  # of the query
+    tiles: TileCall  # what all tiles have in common; its `batch` is that of all rows
+    by_kernel: bool  # whether the decoding kernels compute forward; else tiles do
+    exchange: Exchange  # this rank's end of the group
+    returns_dquery: bool  # whether backward computes the gradient of the query
+    number: int  # of the call among those of its group
+    sink: torch.Tensor | None  # (heads,)
 
 
 class ReplicatedQueryAttention(torch.autograd.Function):

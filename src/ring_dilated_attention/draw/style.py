@@ -16,27 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Colours of a page, as ``#rrggbb``. No two of a tuple differ by red and green alone.
+    """Colours of a page, as ``#rrggbb``. No two of a tuple differ by red and green alone."""
 
-    Attributes:
-        name: ``"light"`` or ``"dark"``.
-        page: background.
-        ink: text and lines that matter.
-        muted: text and lines that do not.
-        faint: grid lines, and cells in which nothing is visible.
-        own: keys that a rank has itself.
-        branches: from the first branch to the last, a ramp to interpolate.
-        ranks: of ranks, repeated from the ninth on.
-    """
-
-    name: str
-    page: str
-    ink: str
-    muted: str
-    faint: str
-    own: str
-    branches: tuple[str, ...]
-    ranks: tuple[str, ...]
+    name: str  # "light" or "dark"
+    page: str  # background
+    ink: str  # text and lines that matter
+    muted: str  # text and lines that do not
+    faint: str  # grid lines, and cells in which nothing is visible
+    own: str  # keys that a rank has itself
+    branches: tuple[str, ...]  # from the first branch to the last, a ramp to interpolate
+    ranks: tuple[str, ...]  # of ranks, repeated from the ninth on
 
     def branch_colors(self, count: int) -> list[str]:
         """A colour for each of `count` branches."""

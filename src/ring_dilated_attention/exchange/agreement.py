@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,12 +84,7 @@ class together:  # noqa: N801
     def __enter__(self) -> together:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # such as KeyboardInterrupt: it is not waited for anybody
         shared = None if error is not None else self.shared or _NOTHING

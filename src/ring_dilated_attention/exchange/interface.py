@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -113,12 +112,7 @@ class Scope:
     def __enter__(self) -> Scope:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._calls.leave(self, error)
 
 

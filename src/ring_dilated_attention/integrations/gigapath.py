@@ -107,14 +107,24 @@ def _models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         for name in kinds & {"LongNetViT", "LongViTForTCGAClassification"}:
-            forward = inspect.unwrap(type(module).forward).__qualname__
-            if not forward.endswith(f"{name}.forward"):
+            forward = _forward_of(module)
+            if forward.split(".")[-2:] != [name, "forward"]:
                 raise ValueError(
                     f"{path or 'the model itself'} has {forward}, and a sharded encoder returns "
                     f"only the rows that {name}.forward reads: shard a {name}, or replace the "
                     "attention alone, integrations.torchscale.replace_dilated_attention"
                 )
             yield path, module if name == "LongNetViT" else module.model
+
+
+def _forward_of(module: nn.Module) -> str:
+    """The name of a module's forward, with its class, also where another was put in its place."""
+    for forward in (module.forward, type(module).forward):
+        written: Any = inspect.unwrap(forward)  # inside of accelerate's, or torch.compile's
+        name = getattr(written, "__qualname__", None)  # of a partial: none
+        if name is not None:
+            return str(name)
+    return "an object without a name"
 
 
 class _ShardedForward:

@@ -41,6 +41,11 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                "HeadParallel is for one dimension of a mesh, as mesh['tp']; got "
+                f"{device_mesh.ndim} dimensions"
+            )
         if isinstance(module, MultiheadDilatedAttention):
             return _split_heads(module, device_mesh)
         attention = getattr(module, "attention", None)

@@ -132,6 +132,8 @@ class TorchscaleDilatedAttention(_OfGroup, MultiheadDilatedAttention):
         )
         if backend is None:
             backend = "auto" if getattr(args, "flash_attention", True) else "eager"
+        if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must lie in [0, 1]; got {dropout!r}")
         lengths, rates = (  # lists of ints, or their text
             ast.literal_eval(x) if isinstance(x, str) else x
             for x in (args.segment_length, args.dilated_ratio)

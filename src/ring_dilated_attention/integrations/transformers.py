@@ -332,7 +332,8 @@ def attention_forward(
     elif not isinstance(mask, Mask) or mask.is_causal != causal:
         why = (
             "a mask must be a right padding, given to the model as a 2-D attention_mask, and of "
-            f"is_causal={causal}; got {mask if isinstance(mask, Mask) else type(mask)}"
+            f"is_causal={causal}; got "
+            f"{mask if isinstance(mask, Mask) else f'a {type(mask).__name__}'}"
         )
     elif sliding_window is not None and not isinstance(mask.length, Window):
         why = f"the layer has sliding_window={sliding_window} and a mask without a window, {mask}"

@@ -29,6 +29,7 @@ from .transformers_support import (
     NAME,
     PACKED_HYBRIDS,
     PACKING,
+    WITH_TABLES,
     Layers,
     check_arguments,
     kind_of,
@@ -87,6 +88,10 @@ class Mask(NamedTuple):
 
     is_causal: bool
     length: Length = None  # of its window or chunks, which segments are too; None: all positions
+
+    def __str__(self) -> str:
+        name = "causal" if self.is_causal else "bidirectional"
+        return name if self.length is None else f"{name} {self.length}"
 
 
 class Rows(NamedTuple):
@@ -154,6 +159,7 @@ def prepared(module: nn.Module, settings: Settings, given: dict[str, Any]) -> di
             # The first of four dimensions is that of the text, three have none of it.
             text_ids = {3: None, 4: ids[0]}.get(len(ids), ids)
         check_ids(text_ids, rows)
+        check_table(module, rows.total, ids)
         padding = check_padding(mask, rows)
         documents = _given_borders(given, rows)
         if given.get("seq_idx") is not None and ids is None and documents is None:
@@ -223,6 +229,17 @@ def check_ids(ids: Any, rows: Rows) -> None:
         )
 
 
+def check_table(module: nn.Module, total: int, ids: Tensor | None = None) -> None:
+    """Raise a ValueError where positions (`ids`, or `total` ones) are not in the model's table."""
+    if kind_of(module) in WITH_TABLES:
+        most: Any = getattr(module.config, "max_position_embeddings", 0)
+        if (needed := total if ids is None else int(ids.max()) + 1) > most:
+            raise ValueError(
+                f"{type(module).__name__} has embeddings of {most} positions "
+                f"(config.max_position_embeddings); the sequence needs {needed}"
+            )
+
+
 def check_padding(mask: Any, rows: Rows) -> Tensor | None:
     """The mask of the rows, checked, True where a position is padding; None without a mask."""
     if mask is None:
@@ -234,7 +251,10 @@ def check_padding(mask: Any, rows: Rows) -> Tensor | None:
             f"attention_mask must be a tensor (batch, local_sequence), {shape}, 1 where a position "
             f"is valid; other masks have no dilated attention. Got {got}"
         )
-    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+    wrong = mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())
+    if mask.is_floating_point():  # an additive one is 0 where a position is valid
+        wrong = wrong or not bool((mask[:, :1] == 1).all())
+    if wrong:
         raise ValueError(
             "attention_mask must hold 0 and 1 only, 1 where a position is valid (documents are "
             f"told by position_ids that restart at 0); got {mask.dtype} up to {mask.max().item()}"

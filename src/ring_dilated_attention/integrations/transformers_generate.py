@@ -39,6 +39,7 @@ from .transformers_call import (
     cache_of,
     check_ids,
     check_padding,
+    check_table,
     inputs_of,
     pattern_of_layer,
     retuned,
@@ -164,6 +165,10 @@ class DilatedCache(DeepOnly, Cache):  # type: ignore[misc]
             raise ValueError(
                 "a DilatedCache is for the model with set_attention that it was made for; this one "
                 "has other attention: pass it another cache, or call set_attention(model, pattern)"
+            )
+        if layer_idx in self._noted:
+            raise ValueError(
+                f"layer {layer_idx} updates the KV cache twice in a call: pass use_cache=False"
             )
         self._noted[layer_idx] = key_states, value_states
         return key_states, value_states
@@ -391,6 +396,7 @@ def _call(module: Any, settings: Settings, given: dict[str, Any]) -> tuple[Call,
     columns = torch.arange(before + count, device=device)
     firsts, places = _places(given, cache, Rows(batch, columns, 0))
     after = tuple(before + count - first for first in firsts)
+    check_table(module, max(after))
     call = partial(Call, settings, cache=cache, columns=count, after=after)
     if before:
         return call(), places[:1] if len(set(firsts)) == 1 else places

@@ -55,6 +55,9 @@ DECODERS = _types(
 )
 """Causal decoders: on any number of ranks, with a KV cache."""
 
+WITH_TABLES = _types("biogpt codegen ctrl gpt2 gpt_bigcode gptj")
+"""Decoders that look positions up in a table, of config.max_position_embeddings."""
+
 HYBRIDS = _types(
     "jamba lara_mini lfm2 lfm3 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text "
     "qwen3_next recurrent_gemma zaya"
@@ -77,6 +80,13 @@ FROM_PADDING_IDX = _types(
     "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl"
 )
 """Encoders that look positions up in a table from config.pad_token_id + 1 on."""
+
+REFUSED = {
+    "an indexer chooses its keys": _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
+    "it has biases in its scores": _types("bloom inkling_text inkling2_text mpt t5"),
+    "it computes its masks": _types("doge"),
+}
+"""Models that have what no pattern has."""
 
 HEADS = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of models whose heads treat every token alone and learn the next one."""
@@ -145,7 +155,9 @@ def check_model(model: Any, base: Any, ranks: int) -> None:
     """
     kind, name = kind_of(base), type(model).__name__
     if not kind:
-        got = repr(getattr(base.config, "model_type", None))
+        found = getattr(base.config, "model_type", None)
+        reasons = [f" ({reason})" for reason, kinds in REFUSED.items() if found in kinds]
+        got = f"{found!r}{''.join(reasons)}"
         why = (
             "a model must be of a type that it was tested with, see DECODERS and ON_ONE_PROCESS in "
             "integrations/transformers_support.py; of a model of images and text, give it the "

@@ -25,9 +25,9 @@ class TileInputs(NamedTuple):
     last dimension contiguous, of tensors that the back end `reads`. Rows of different heads may lie
     between each other. With `is_causal`, queries and keys are equally many and row i sees keys 0 to
     i. With `band`, row i sees the keys j with ``band[0] <= j - i <= band[1]``, and every row and
-    every key is in such a pair: back ends that do not `takes_bands` are given none. With `softcap`
-    c, a score s is c * tanh(s / c), likewise. `memo` is a back end's cache for tiles of these
-    shapes, strides, dtypes, device and options; None: there is no cache.
+    every key is in such a pair; only back ends that `takes_bands` are given one. With `softcap` c,
+    scores s become c * tanh(s / c); only back ends that `takes_softcap` are given it. `memo`
+    is a back end's cache for tiles of these shapes, strides, dtypes, device and options, or None.
     """
 
     q: torch.Tensor

@@ -1,8 +1,7 @@
 """What dilation is worth: models of text and of slides with one pattern each, trained alike.
 
     python benchmarks/quality.py --out found                   # every arm, then the page
-    python benchmarks/quality.py --out found --arms slides     # or text, or names
-    python benchmarks/quality.py --out found --arms dense_32k,window_32k --seeds 0,1
+    python benchmarks/quality.py --out found --arms text       # or slides, or names by commas
     python benchmarks/quality.py --out found --page            # the page alone, of what is there
     python benchmarks/quality.py --plan                        # operations and seconds of each arm
     python benchmarks/quality.py --small --out found           # tiny, on a CPU
@@ -94,8 +93,7 @@ class Claim(NamedTuple):
 
 
 CLAIMS = (
-    Claim("far context is used: bits at 16-32K less those at 0-2K", "far", "longnet_32k", None,
-          -0.05),
+    Claim("far context is used: bits at 16-32K less 0-2K", "far", "longnet_32k", None, -0.05),
     Claim("dilated less dense, at 32K", "bits", "longnet_32k", "dense_32k", 0.02),
     Claim("its operations, of those of dense", "flops", "longnet_32k", "dense_32k", 0.255),
     Claim("dilated less the window alone", "bits", "longnet_32k", "window_32k", -0.01),
@@ -274,9 +272,8 @@ def train(
     on_cuda, length = device.type == "cuda", arm.length // shape.scale
     torch.compiler.reset()
     model = make_model(arm, shape, seed, device)
-    for block in model.blocks:
-        if compiles:
-            block.compile(dynamic=False)
+    for block in model.blocks if compiles else ():
+        block.compile(dynamic=False)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

@@ -11,20 +11,20 @@ BUDGET = {
     "bench": (812, 4),
     "checks": (1_453, 6),
     "cli": (1_284, 7),
-    "decode": (1_626, 5),
-    "draw": (737, 5),
+    "decode": (1_605, 5),
+    "draw": (726, 5),
     "engine": (2_221, 9),
-    "exchange": (1_510, 6),
-    "integrations": (3_190, 11),
+    "exchange": (1_498, 6),
+    "integrations": (3_246, 11),
     "kernels": (3_387, 10),
     "nn": (3_948, 16),
     "parallel": (997, 4),
     "plan": (2_939, 9),
-    "the root": (2_549, 11),
+    "the root": (2_553, 11),
     "tiles": (1_106, 6),
     "torch_op": (1_211, 5),
 }
-MOST_TESTS = 23_500
+MOST_TESTS = 23_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

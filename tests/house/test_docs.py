@@ -275,10 +275,27 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "window" in texts[tmp_path / "reference" / "DilatedPattern.html"]
 
 
+TOLD = {
+    "migrating.md": ('with np.printoptions(legacy="1.25"):', "cannot import name 'LongNetConfig'"),
+    "tutorials/gigapath.md": ('with np.printoptions(legacy="1.25"):', "'torchscale.model'`"),
+    "tutorials/torchtitan.md": ("$ pip install", "main branch of 2026-08-21"),
+    "how-to/data-parallel.md": ("`SFTTrainer` works on one process", "without it, silently"),
+    "how-to/faults.md": (
+        "**A forward call that one rank left out** is found at the next call that",
+    ),
+}
+
+
+def test_pages_tell_what_a_reader_would_run_into():
+    for page, told in TOLD.items():
+        text = (DOCS / page).read_text()
+        assert all(sentence in text for sentence in told), page
+
+
 def test_numbers_of_longnets_pattern_stand_beside_what_it_cannot_do():
     texts = [page.read_text() for page in (*PAGES, *RESULTS.glob("*.md"))]
     small_cache = [text for text in texts if "11,606" in text]
-    assert len(small_cache) > 3
+    assert len(small_cache) > 4
     assert all("closed in blocks of 32,768" in page for page in small_cache)
 
 

@@ -13,7 +13,7 @@ BUDGET = {
     "cli": (1_284, 7),
     "decode": (1_605, 5),
     "draw": (726, 5),
-    "engine": (2_221, 9),
+    "engine": (2_218, 9),
     "exchange": (1_498, 6),
     "integrations": (3_246, 11),
     "kernels": (3_387, 10),

@@ -175,11 +175,8 @@ class Family(NamedTuple):
             axes = _merge(axes)
             kept = sorted(range(len(axes)), key=lambda i: -axes[i].size)[:2]
             outer, inner = ([axes[i] for i in sorted(kept)] + [_SINGLE, _SINGLE])[:2]
-            looped, members, held = (
-                [x for i, x in enumerate(axes) if i not in kept],
-                range(group),
-                1,
-            )
+            looped = [x for i, x in enumerate(axes) if i not in kept]
+            members, held = range(group), 1
         for member, *index in product(members, *(range(axis.size) for axis in looped)):
             start: Place = (0, q.start, first * group + member, 0, k.start, first)
             for axis, i in zip(looped, index, strict=True):

@@ -3,7 +3,6 @@
     python benchmarks/quality.py --out found                   # every arm, then the page
     python benchmarks/quality.py --out found --arms text       # or slides, or names by commas
     python benchmarks/quality.py --out found --page            # the page alone, of what is there
-    python benchmarks/quality.py --plan                        # operations and seconds of each arm
     python benchmarks/quality.py --small --out found           # tiny, on a CPU
 
 Text is Python sources as bytes. At each step all arms see the same bytes, cut into sequences of the
@@ -77,8 +76,6 @@ LENGTHS = 2048, 8192, 32768
 """Of sequences in tests; --small divides these and all of `ARMS` by 128."""
 BUCKETS = 0, 2048, 4096, 8192, 16384, 32768
 TEST_BYTES = 2_600_000
-MATRIX_RATE, ATTENTION_RATE = 350e12, 450e12
-"""Guesses for an H200, forward and backward, for --plan."""
 
 
 class Claim(NamedTuple):
@@ -409,6 +406,14 @@ def number_of(run: dict[str, Any], number: str) -> float:
     return bits_at(run, LENGTHS[-1]) if number == "bits" else run[number]
 
 
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of Student's 95% interval around it; NaN of one sample."""
+    half = math.nan
+    if len(samples) > 1:
+        half = T95[min(len(samples), 5)] * statistics.stdev(samples) / len(samples) ** 0.5
+    return statistics.mean(samples), half
+
+
 def verdict(claim: Claim, runs: dict[str, dict[int, Any]]) -> tuple[str, str]:
     """What was measured, and whether the claim holds: by the whole interval, seed by seed."""
     mine, others = runs.get(claim.arm, {}), runs.get(claim.than or claim.arm, {})
@@ -419,8 +424,7 @@ def verdict(claim: Claim, runs: dict[str, dict[int, Any]]) -> tuple[str, str]:
         samples.append(found / other if claim.number == "flops" else found - other)
     if len(samples) < 2:
         return "", "not measured"
-    mean = statistics.mean(samples)
-    half = T95[min(len(samples), 5)] * statistics.stdev(samples) / len(samples) ** 0.5
+    mean, half = interval(samples)
     shown = f"{mean:+.4f} ± {half:.4f} ({len(samples)} seeds)"
     if claim.half_width:
         return shown, "holds" if half <= claim.bound else "fails"
@@ -447,53 +451,52 @@ def draw(runs: dict[str, dict[int, Any]], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     middles = [(a + b) / 2048 for a, b in pairwise(BUCKETS)]
-    figures = [plt.subplots(figsize=(7, 4.5)) for _ in range(2)]
+    figures = [plt.subplots(figsize=(8, 4.5)) for _ in range(2)]
     by_position, by_flops = (axes for _, axes in figures)
     for i, name in enumerate(x for x in runs if x in ARMS):
         found, marker = list(runs[name].values()), "osv^D*PX<>h"[i]
         bits = zip(*(x["bits"][str(LENGTHS[-1])] for x in found), strict=True)
-        by_position.plot(middles, [*map(statistics.mean, bits)], marker=marker, label=name)
+        style = {"marker": marker, "color": plt.colormaps["tab20"](i), "label": name}
+        by_position.plot(middles, [*map(statistics.mean, bits)], **style)
         at_32k = [bits_at(x, LENGTHS[-1]) for x in found]
-        by_flops.plot([x["flops"] for x in found], at_32k, marker, label=name)
-    by_position.set(xlabel="position (thousands of bytes)", xscale="log", ylabel="bits per byte")
+        by_flops.plot([x["flops"] for x in found], at_32k, linestyle="", **style)
+    by_position.set(xlabel="position (thousands of bytes)", ylabel="bits per byte")
     by_flops.set(xlabel="operations of training", xscale="log", ylabel="bits per byte, 32K")
     for (figure, axes), name in zip(figures, ("position", "flops"), strict=True):
         low = min(min(line.get_ydata()) for line in axes.lines)
         axes.set_ylim(low - 0.02, min(axes.get_ylim()[1], low + 0.6))  # 2K models at 32K are worse
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         figure.tight_layout()
         figure.savefig(out / f"quality_{name}.png", dpi=120)
 
 
 def write_page(out: Path) -> None:
-    """OUT/quality.md with its figures, of the JSON files of OUT."""
+    """OUT/quality.md with figures and quality.json, of the JSON files of OUT."""
     runs, documents = runs_in(out)
     draw(runs, out)
     text = {name: list(found.values()) for name, found in runs.items() if name in ARMS}
     mean = {name: statistics.mean(bits_at(x, LENGTHS[-1]) for x in text[name]) for name in text}
-    few = 1.5 * min(x[0]["flops"] for x in text.values())
     best = min(mean, key=mean.__getitem__)
-    cheap = min((x for x in mean if text[x][0]["flops"] <= few), key=mean.__getitem__)
     lines = [
-        f"# What dilation is worth\n\nLowest at 32K: **{best}**, {mean[best]:.4f} bits per byte; "
-        "of the arms with at most 1.5 times the fewest operations: "
-        f"**{cheap}**, {mean[cheap]:.4f}.\n",
+        f"# What dilation is worth\n\nLowest at 32K: **{best}**, {mean[best]:.3f} bits per byte.\n",
         "| claim, fixed before running | bound | measured | |\n|---|---|---|---|",
     ]
     for claim in CLAIMS:
         lines.append(f"| {claim.text} | {claim.bound} | {' | '.join(verdict(claim, runs))} |")
     lines += [
-        "\n± is half of Student's 95% interval over seeds, of differences seed by seed. A claim "
-        "holds or fails if the whole interval does; between them it is undecided.\n",
+        "\n± is half of Student's 95% interval over seeds, of differences seed by seed: a claim "
+        "holds or fails if all of it does.\n",
         "| arm | at 2K | at 8K | at 32K | 16-32K less 0-2K | 10¹⁵ operations | tokens/s | GiB | "
         f"seeds |\n{'|---' * 9}|",
     ]
     for name, found in text.items():
-        bits = [f"{statistics.mean(bits_at(x, n) for x in found):.4f}" for n in LENGTHS]
+        bits = [f"{statistics.mean(bits_at(x, n) for x in found):.3f}" for n in LENGTHS]
+        if len(found) > 1:
+            bits[-1] += f"±{interval([bits_at(x, LENGTHS[-1]) for x in found])[1]:.3f}"
         far = statistics.mean(number_of(x, "far") for x in found)
         speed = statistics.median(x["tokens_per_s"] for x in found)
         peak = max(x["peak_bytes"] for x in found) / 2**30
-        cells = [name, *bits, f"{far:+.4f}", f"{found[0]['flops'] / 1e15:.3g}", f"{speed:,.0f}"]
+        cells = [name, *bits, f"{far:+.3f}", f"{found[0]['flops'] / 1e15:.3g}", f"{speed:,.0f}"]
         lines.append(f"| {' | '.join([*cells, f'{peak:.1f}', str(len(found))])} |")
     for name, what in (("position", "by position"), ("flops", "against operations")):
         lines.append(f"\n![Bits per byte {what}](quality_{name}.png)")
@@ -504,13 +507,24 @@ def write_page(out: Path) -> None:
             rows = [statistics.mean(x["accuracy"][str(d)] for x in found) for d in DISTANCES]
             lines.append(f"| {name} | {' | '.join(f'{x:.3f}' for x in rows)} | {len(found)} |")
         lines.append("\nWithout a way between the regions at most 0.75 is possible.")
-    first = text[best][0]
-    about = {key: value for key, value in documents[0].items() if key != "found"}
-    held = f"{len(first['text']['held_out'])} packages are held out"
-    numbers = {key: value for key, value in first["text"].items() if key != "held_out"}
-    lines.append(f"\nText: {numbers}, {held}; settings: {first['settings']}. Machine: {about}.\n")
-    lines += sorted({f"    python {x['found']['command']}" for x in documents})
+    first, about = text[best][0], documents[0]
+    source, (tokens, step, lr) = first["text"], first["settings"].values()
+    held_out = len(source["held_out"])
+    seconds = sum(x["found"]["seconds"] for x in documents)
+    lines += [
+        f"\n- **Text:** {source['train_bytes']:,} bytes of Python sources; tests are "
+        f"{source['test_bytes']:,} of {held_out} others; SHA-256 `{source['sha256']}`.",
+        f"- **Settings:** {tokens:,} tokens, {step:,} a step, learning rate {lr}. All trainings: "
+        f"{seconds:,.0f} s of one GPU.",
+        f"- **Measured** {time.strftime('%Y-%m-%d')}: {about.get('gpu', 'CPU')}, torch "
+        f"{about['torch']}. **Data:** [quality.json](quality.json).\n\n## Reproduce\n",
+        *sorted({f"    python {x['found']['command']}" for x in documents}),
+        "\n## Not measured\n\n- Larger models, longer training, other languages, several GPUs.",
+    ]
     (out / "quality.md").write_text("\n".join(lines) + "\n")
+    for each in documents:
+        each["found"].pop("loss", None)
+    (out / "quality.json").write_text(json.dumps(documents))
     print(out / "quality.md")
 
 
@@ -527,17 +541,6 @@ def jobs_of(arms: str, seeds: str) -> list[tuple[str, int]]:
     given = [int(x) for x in seeds.split(",")] if seeds else None
     jobs = [(name, seed) for name in names for seed in given or range(count[name])]
     return sorted(jobs, key=lambda job: job[1])
-
-
-def show_plan(jobs: Sequence[tuple[str, int]], shape: Shape, tokens: int) -> None:
-    """Operations and seconds at the rates above."""
-    total = 0.0
-    for name, seed in (job for job in jobs if job[0] in ARMS):
-        matrix, attention = flops_of(ARMS[name], shape, tokens)
-        seconds = matrix / MATRIX_RATE + attention / ATTENTION_RATE
-        total += seconds
-        print(f"{name}-{seed}: {matrix:.3g} + {attention:.3g} operations, {seconds:.0f} s")
-    print(f"{tokens:,} tokens each: {total / 60:.1f} minutes")
 
 
 def run_share(
@@ -573,22 +576,19 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of results")] = Path("quality"),
     arms: Annotated[str, typer.Option(help="names, by commas; text; slides; all")] = "",
     seeds: Annotated[str, typer.Option(help="numbers, by commas; as many as an arm has")] = "",
-    tokens: Annotated[int, typer.Option(help="of each training")] = 52_428_800,
-    step_tokens: int = 262_144,
+    tokens: Annotated[int, typer.Option(help="of each training")] = 39_321_600,
+    step_tokens: int = 65_536,
     lr: Annotated[float, typer.Option(help="the highest learning rate")] = 2e-3,
     data: Annotated[Path | None, typer.Option(help="folder of packages")] = None,
     gpus: Annotated[int, typer.Option(help="trainings at a time")] = 1,
     compiles: Annotated[bool, typer.Option("--compile/--eager", help="blocks")] = True,
     small: Annotated[bool, typer.Option(help="a tiny model of tiny sequences")] = False,
     page: Annotated[bool, typer.Option(help="write the page alone")] = False,
-    plan: Annotated[bool, typer.Option(help="print what each arm takes, train nothing")] = False,
 ) -> None:
     """Train, test, write."""
     shape, jobs = SMALL if small else Shape(), jobs_of(arms, seeds)
     if small:
         tokens, step_tokens = min(tokens, 8192), min(step_tokens, 1024)
-    if plan:
-        return show_plan(jobs, shape, tokens)
     out.mkdir(parents=True, exist_ok=True)
     options = {"tokens": tokens, "step_tokens": step_tokens, "lr": lr, "compiles": compiles}
     share = gpus, [] if page else jobs, out, [data] if data else sources(), shape, options

@@ -51,6 +51,8 @@ def test_quality_trains_tests_and_writes_its_page(tmp_path):
     assert [len(found["bits"][each]) for each in ("2048", "8192", "32768")] == [1, 3, 5]
     page = (tmp_path / "quality.md").read_text()
     assert all(f"| {arm} |" in page for arm in arms.split(","))
+    (first, *_) = json.loads((tmp_path / "quality.json").read_text())
+    assert first["found"]["accuracy" if first["found"]["arm"] == "slide_closed" else "bits"]
     assert (tmp_path / "quality_flops.png").stat().st_size
     assert (tmp_path / "quality_position.png").stat().st_size
 

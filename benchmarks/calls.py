@@ -19,16 +19,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from harness import Ranks, join, kernels_of, leave, spread, write
+from harness import Ranks, in_a_row, join, kernels_of, leave, spread, write
 
 from ring_dilated_attention import dilated_attention
-from ring_dilated_attention.bench import Workload, take_turns
+from ring_dilated_attention.bench import Workload
 from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.named_patterns import named
 
@@ -115,26 +114,16 @@ def measure(case: Workload, ranks: Ranks, samples: int) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": case.seq_len, "ranks": ranks.size}
     if ranks.size == 1:
         found["errors_of_out_dq_dk_dv"] = [float(f"{x:.2g}") for x in errors(case, ranks.device)]
-    turns = partial(take_turns, device=ranks.device, repeats=samples, group=ranks.host)
     for name, call in passes(case, ranks).items():
         on_one_gpu = ranks.device.type == "cuda" and ranks.size == 1
         hows = {"wall": call, "graph": graph_of(call)} if on_one_gpu else {"wall": call}
-        times = turns({how: partial(several, each) for how, each in hows.items()})
-        row: dict[str, Any] = {
-            how: spread([ms / IN_A_ROW for ms in samples]) for how, samples in times.items()
-        }
+        row: dict[str, Any] = in_a_row(hows, IN_A_ROW, ranks, repeats=samples)
         if on_one_gpu:
             kernels = kernels_of(call)
             row["kernels"] = sum(count for count, _ in kernels.values())
             row["kernels_ms"] = round(sum(ms for _, ms in kernels.values()), 4)
         found[name] = row
     return found
-
-
-def several(call: Pass) -> None:
-    """`IN_A_ROW` calls."""
-    for _ in range(IN_A_ROW):
-        call()
 
 
 def first_calls(lengths: Sequence[int], ranks: Ranks) -> dict[str, Any]:

@@ -74,25 +74,22 @@ class Case(NamedTuple):
     ranks: int = 1
 
 
-def cases(*, small: bool) -> list[Case]:
-    """Those of the issue: a million keys, or few on a CPU."""
-    longnet, keys = named("longnet").pattern, 1000 if small else 1 << 20
+def cases(ranks: int, *, small: bool) -> list[Case]:
+    """Those of the issue: a million keys, or few on a CPU; on ranks a million on each."""
+    longnet, dense = named("longnet").pattern, DilatedPattern.dense()
+    keys = 1000 if small else 1 << 20
+    if ranks > 1:
+        return [Case(f"dense, on {ranks} ranks", dense, ranks * keys, ranks=ranks)]
     more = DilatedPattern([*longnet.segment_lengths, None], [*longnet.dilation_rates, 64])
     full = keys if small else keys - TIMED_CALLS - MEAN_OVER
     found = [
-        Case("dense", DilatedPattern.dense(), keys, is_dense=True),
+        Case("dense", dense, keys, is_dense=True),
         Case("longnet", longnet, full),
         Case("longnet and (document, 64)", more, full),
-        Case("dense, batch 32", DilatedPattern.dense(), 32768, 32, is_dense=True),
+        Case("dense, batch 32", dense, 32768, 32, is_dense=True),
         Case("longnet, batch 32", longnet, 31_400, 32),
     ]
     return found[:3] if small else found
-
-
-def shared_case(ranks: int, *, small: bool) -> Case:
-    """A dense cache of a million keys on each rank."""
-    keys = 4096 if small else 1 << 20
-    return Case(f"dense, on {ranks} ranks", DilatedPattern.dense(), ranks * keys, ranks=ranks)
 
 
 def medians(timed: Timer, count: int, **calls: Callable[[], Any]) -> dict[str, float]:
@@ -229,7 +226,7 @@ def main(
     timed = partial(in_a_row, ranks=ranks, repeats=repeats)
     dtype = torch.float32 if small else torch.bfloat16
     rate = copy_rate(timed, ranks.device)
-    taken = cases(small=small) if ranks.size == 1 else [shared_case(ranks.size, small=small)]
+    taken = cases(ranks.size, small=small)
     found = [attention(case, timed, ranks.device, dtype, rate) for case in taken]
     if ranks.size == 1:
         found.append(model_step(timed, ranks.device, 500 if small else 1 << 20, small=small))

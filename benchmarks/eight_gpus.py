@@ -13,6 +13,7 @@ GPU, at most 2^30. Tensors take 128 GiB of each GPU, so it has a process of its 
 with sums in float64 over all that a few positions see.
 """
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
-from harness import Ranks, join, leave, seen, spread, write
+from harness import Ranks, join, leave, seen, write
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
@@ -41,13 +43,14 @@ DOCUMENTS = (0, 1, 3, 4, 10, 16, 17, 28, 30, 31, 53, 64)
 """Where they begin, in 64ths of the sequence."""
 RATE = 600e12
 """FLOP/s of a GPU, about: so long are calls taken to be."""
+COLUMNS = ("ms", "model_ms", "tflops", "times_one", "sent_mb", "peak_gib", "errors")
 LAST_BEGIN = 400
 """Seconds after which no row is begun."""
 
 
 def workloads(ranks: int, *, small: bool) -> dict[str, Workload]:
-    """The rows; `small`: 1/1024 of their positions."""
-    k = 1 if small else 1024
+    """The rows; `small`: 1/1024 of their positions, and 1/16 of head_dim."""
+    k, d = (1, 8) if small else (1024, 128)
     n, tokens = 8 * k * ranks, ranks * min(k << 17, (k << 20) // ranks)
     dense, window = DilatedPattern.dense(), DilatedPattern.window(max(k - 1, 1))
     crossing = DilatedPattern([2 * k, 16 * k, 128 * k, None], [1, 8, 64, 512])
@@ -56,13 +59,13 @@ def workloads(ranks: int, *, small: bool) -> dict[str, Workload]:
         lengths, rates = [*lengths, min(2 * lengths[-1], tokens)], [*rates, 2 * rates[-1]]
     packed = tuple(sorted({begin * n // 64 for begin in DOCUMENTS}))
     table = {  # pattern, positions, query heads, KV heads, head_dim, causal, documents
-        "dense": (dense, n, 64, 8, 128, True, None),
-        "documents": (dense, n, 64, 8, 128, True, packed),
-        "crossing": (crossing, 1024 * k, 12, 12, 128, False, None),
-        "dense_256k": (dense, 256 * k, 16, 16, 128, True, None),
-        "window": (window, 1024 * k, 32, 8, 128, True, None),
-        "dense_1m": (dense, 1024 * k, 16, 16, 128, True, None),
-        "tokens": (DilatedPattern(lengths, rates), tokens, 1, 1, 64, False, None),
+        "dense": (dense, n, 64, 8, d, True, None),
+        "documents": (dense, n, 64, 8, d, True, packed),
+        "crossing": (crossing, 1024 * k, 12, 12, d, False, None),
+        "dense_256k": (dense, 256 * k, 16, 16, d, True, None),
+        "window": (window, 1024 * k, 32, 8, d, True, None),
+        "dense_1m": (dense, 1024 * k, 16, 16, d, True, None),
+        "tokens": (DilatedPattern(lengths, rates), tokens, 1, 1, d // 2, False, None),
     }
     names = "pattern", "seq_len", "num_heads", "num_kv_heads", "head_dim", "is_causal", "documents"
     dtype = "float32" if small else "bfloat16"
@@ -76,7 +79,7 @@ class Contender(NamedTuple):
     layout: SequenceLayout
     attend: Callable[..., Any]  # query, key, value -> out, or out and lse
     sent: tuple[int, ...] = ()  # bytes of each pass, by the rank that sends most; (): not known
-    model_ms: float | None = None  # forward+backward, by the cost model
+    model_ms: tuple[float, ...] = ()  # forward+backward, by the cost model
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -120,34 +123,22 @@ def ours(name: str, work: Workload, layout: SequenceLayout, group: Any) -> Conte
         sent.append((forward, forward + heads[1] + rows.backward_sent))
     most = tuple(max(each) for each in zip(*sent, strict=True))
     name = f"auto: {way}" if name == "auto" else name
-    return Contender(name, layout, attend, most, 1e3 * predicted(plan, size)[way])
-
-
-class _Swap(torch.autograd.Function):
-    """All-to-all: part i of the first dimension goes to rank i. Gradients go back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        got = torch.empty_like(x)
-        dist.all_to_all_single(got, x)
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return _Swap.forward(ctx, grad.contiguous())
+    return Contender(name, layout, attend, most, (1e3 * predicted(plan, size)[way],))
 
 
 def ulysses(work: Workload, layout: SequenceLayout, device: torch.device) -> Contender:
     """Plain: an all-to-all of query, key and value, flash-attn-4 on a few heads, one of out."""
     p, backend = layout.world_size, "fa4" if device.type == "cuda" else "auto"
     options = {"is_causal": True, "documents": work.documents, "backend": backend}
+    splits = {"output_split_sizes": None, "input_split_sizes": None}  # part i for rank i
+    swap = partial(all_to_all_single_autograd, group=dist.group.WORLD, **splits)
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         parts = [x.view(-1, p, x.shape[2] // p, x.shape[3]).transpose(0, 1) for x in tensors]
-        rows = _Swap.apply(torch.cat(parts, 2)).flatten(0, 1)[None]
+        rows = swap(torch.cat(parts, 2)).flatten(0, 1)[None]
         own = rows.split([x.shape[2] for x in parts], 2)
         out = dilated_attention(*own, work.pattern, **options)  # on this GPU
-        out = _Swap.apply(out.view(p, -1, *out.shape[2:]))
+        out = swap(out.view(p, -1, *out.shape[2:]))
         return out.transpose(0, 1).flatten(1, 2)[None]
 
     row = 2 * (work.num_heads + work.kv_heads) * work.head_dim * work.torch_dtype.itemsize
@@ -204,8 +195,8 @@ def on_all(value: Any, ranks: Ranks) -> list[Any]:
     return values
 
 
-def first(call: Callable[[], Any], one: Contender, ranks: Ranks) -> tuple[Any, float, int]:
-    """Results, milliseconds and peak bytes of a call; what is raised on one rank is on all."""
+def first(call: Callable[[], Any], one: Contender, ranks: Ranks) -> tuple[Any, float, float]:
+    """Results, milliseconds and GiB at most of a call; what is raised on one rank is on all."""
     got, wrong, peak, begun = [], "", None, time.perf_counter()
     with one.inside():
         try:  # in here: torch 2.11 leaves SDPA patched where an error leaves its context
@@ -217,7 +208,7 @@ def first(call: Callable[[], Any], one: Contender, ranks: Ranks) -> tuple[Any, f
     reasons, seconds, peaks = zip(*found, strict=True)
     if any(reasons):
         raise RuntimeError(max(reasons))
-    return got, 1e3 * max(seconds), max(peaks)
+    return got, 1e3 * max(seconds), max(peaks) / 2**30
 
 
 def spot_errors(work: Workload, ranks: Ranks, tensors: list[torch.Tensor]) -> list[float]:
@@ -262,13 +253,14 @@ def measure(work: Workload, ranks: Ranks, seconds: float) -> dict[str, Any]:
             own = [x if is_one else take(x).contiguous() for x in drawn]
             shards[one.layout] = [*(x.detach().requires_grad_() for x in own[:3]), own[3]]
         given, expected = shards[one.layout], 3.5 * work.flops() / size / RATE
-        entry = found[one.name] = {"sent": one.sent, "model_ms": one.model_ms, "peak": [0, 0]}
+        entry = found[one.name] = {"sent_mb": [x / 1e6 for x in one.sent], "peak_gib": [0, 0]}
+        entry["model_ms"] = one.model_ms
         inside[one.name], both = one.inside, [partial(results_of, one, given, x) for x in (0, 1)]
         try:
             for backward, call in enumerate(both):
                 for _ in range(1 if expected > seconds / 4 else 2):
                     got.clear()
-                    got, ms, entry["peak"][backward] = first(call, one, ranks)
+                    got, ms, entry["peak_gib"][backward] = first(call, one, ranks)
                 samples[backward][one.name] = [ms]
         except RuntimeError as error:
             entry["failed"] = str(error)
@@ -279,7 +271,7 @@ def measure(work: Workload, ranks: Ranks, seconds: float) -> dict[str, Any]:
             want, errors = got[:4], []
         else:
             errors = [relative_error(x, take(y)) for x, y in zip(got, want, strict=False)]
-        entry["errors"] = [max(each) for each in zip(*on_all(errors, ranks), strict=True)]
+        entry["errors"] = [max(map(max, on_all(errors, ranks)))] if errors else []
         if expected < seconds / 16:
             calls[0][one.name], calls[1][one.name] = both
     del drawn, own, given, got, want
@@ -289,28 +281,13 @@ def measure(work: Workload, ranks: Ranks, seconds: float) -> dict[str, Any]:
         samples[backward].update(take_turns(turns, device, inside=where, **options))
     for name, entry in found.items():
         if "failed" not in entry:
-            entry["ms"] = [spread(each[name]) for each in samples]
-            medians = [x["median_ms"] for x in entry["ms"]]
-            work_of_a_gpu = work.flops() / (1 if name == "one GPU" else ranks.size) / 1e9
-            entry["tflops"] = [
-                work_of_a_gpu * x / ms for x, ms in zip((1, 3.5), medians, strict=True)
-            ]
-            alone = found.get("one GPU", {}).get("ms", [])
-            entry["times_one"] = [
-                x["median_ms"] / ms for x, ms in zip(alone, medians, strict=False)
-            ]
+            entry["samples_ms"] = [each[name] for each in samples]
+            ms = entry["ms"] = [statistics.median(each) for each in entry["samples_ms"]]
+            alone = found.get("one GPU", {}).get("ms", ())
+            entry["times_one"] = [x / y for x, y in zip(alone, ms, strict=False)]
+            tflop = work.flops() / (1 if name == "one GPU" else ranks.size) / 1e12
+            entry["tflops"] = [1e3 * tflop / ms[0], 3.5e3 * tflop / ms[1]]
     return found
-
-
-def line(entry: dict[str, Any]) -> str:
-    """The cells of a contender in the table; pairs: forward, and forward and backward."""
-    if "failed" in entry:
-        return entry["failed"][:100]
-    ms = [x["median_ms"] for x in entry["ms"]]
-    sent, peak = [x / 1e6 for x in entry["sent"]], [x / 2**30 for x in entry["peak"]]
-    model, errors = [entry["model_ms"]] if entry["model_ms"] else [], entry["errors"]
-    cells = (ms, model, entry["tflops"], entry["times_one"], sent, peak, [max(errors, default=0)])
-    return "".join(f"{'/'.join(f'{x:.4g}' for x in cell):>16}" for cell in cells)
 
 
 def main(
@@ -329,11 +306,15 @@ def main(
                 print(f"{row}: ended after {time.perf_counter() - begun:.0f} s", flush=True)
                 write(out, ranks.device, {"ranks": ranks.size, "rows": found})
     if ranks.rank == 0:
-        heads = "ms", "by model", "TFLOP/s", "times one", "sent, MB", "peak, GiB", "largest error"
-        print(" " * 38 + "".join(f"{head:>16}" for head in heads))
+        print(" " * 38 + "".join(f" {name:>15}" for name in COLUMNS))
         for row, entries in found.items():
             for name, entry in entries.items():
-                print(f"{row:11}{name:27}{line(entry)}")
+                pairs = [entry.get(column, ()) for column in COLUMNS]  # none of what has failed
+                cells = ["/".join(f"{x:.3g}" for x in pair) for pair in pairs]
+                print(
+                    f"{row:11}{name:27}" + "".join(f" {x:>15}" for x in cells),
+                    entry.get("failed", ""),
+                )
     leave()
 
 

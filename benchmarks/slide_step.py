@@ -138,13 +138,11 @@ def measure(kind: str, positions: int, repeats: int, layers: int) -> dict[str, A
     torch.cuda.reset_peak_memory_stats()
     times = take_turns({kind: step}, device, repeats=repeats, seconds=600)[kind]
     peak = torch.cuda.max_memory_allocated() / 1e9
-    kernels = kernels_of(step).values()
     return {
         "positions": positions,
         "kind": kind,
         **spread(times),
-        "kernels": sum(count for count, _ in kernels),
-        "kernels_ms": round(sum(ms for _, ms in kernels), 2),
+        **kernels_of(step),
         "peak_gb": round(peak, 3),
         "loss": round(step().item(), 6),
     }

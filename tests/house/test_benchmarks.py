@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 CASES = "GigaPath 2,001;LongNet 4,096 causal;LongNet 4,096, 3 heads a KV head"
 PROGRAMS = {
     # options; ranks, 0: a process that no launcher has started
-    "calls": (f"--longest 40 --samples 3 --first 1 --cases '{CASES}'", [0, 2]),
+    "calls": (f"--longest 40 --samples 3 --cases '{CASES}'", [0]),
     "decode": ("--device cpu --small --repeats 1", [0]),
     "hilbert": ("--tiles 2000", [0]),
     "llama_step": ("--device cpu --small --samples 3 --in-a-row 1 --eager --seq-len 100", [2]),

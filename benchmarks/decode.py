@@ -48,8 +48,6 @@ segment, so that its caches are nearly full in all of them."""
 IN_A_ROW = 20
 Timer: TypeAlias = Callable[..., dict[str, dict[str, float]]]
 """`in_a_row` of the ranks."""
-CHUNK_ROWS = 65_536
-"""Of `LongNet`: rows of the MLP that are computed at a time."""
 MEAN_OVER = 768
 """Positions: a multiple of all rates, so that each head is a member as often as on average."""
 
@@ -184,7 +182,7 @@ def model_step(timed: Timer, device: torch.device, prompt: int, *, small: bool) 
         **width,
     )
     dtype = torch.float32 if small else torch.bfloat16
-    model = LongNet(config, chunk_rows=CHUNK_ROWS).to(device, dtype)
+    model = LongNet(config, chunk_rows=65_536).to(device, dtype)
     tokens = torch.randint(model.config.vocab_size, (1, prompt), device=device)
     token = tokens[:, :1]
     found: dict[str, Any] = {"case": "longnet-base", "prompt": prompt}

@@ -4,13 +4,14 @@
     torchrun --standalone --nproc-per-node 8 benchmarks/eight_gpus.py --rows tokens
     torchrun --standalone --nproc-per-node 2 benchmarks/eight_gpus.py --small    # on a CPU
 
-On any number of GPUs, with flash-attn-4. First calls compile, and are compared with those of one
-GPU; then all take turns for `--seconds`. By the work in it, a call that would take more than a
-sixteenth of these takes no turns, and its second time counts; of more than a quarter, the first.
+Runs on any number of GPUs and needs flash-attn-4. Each contender first makes two calls of a pass,
+whose results are compared with those of one GPU; then all take turns for `--seconds`. Of a call
+expected to take more than a sixteenth of `--seconds`, the second time counts instead; more than a
+quarter: it is called once. Values are of forward, and of forward+backward.
 
-`tokens` is one head of 64 in LongNet's branches, doubled up to the whole sequence: 2^27 positions a
-GPU, at most 2^30. Tensors take 128 GiB of each GPU, so it has a process of its own. It is compared
-with sums in float64 over all that a few positions see.
+Row `tokens` has one head of 64 and LongNet's branches, doubled up to the whole sequence: 2^27
+positions a GPU, at most 2^30. Tensors fill 128 GiB of each GPU: run it in a process of its own. A
+few positions are compared with float64 sums over all that they see.
 """
 
 import statistics
@@ -138,7 +139,7 @@ def ulysses(work: Workload, layout: SequenceLayout, device: torch.device) -> Con
         rows = swap(torch.cat(parts, 2)).flatten(0, 1)[None]
         own = rows.split([x.shape[2] for x in parts], 2)
         out = dilated_attention(*own, work.pattern, **options)  # on this GPU
-        out = swap(out.view(p, -1, *out.shape[2:]))
+        out = swap(out.reshape(p, -1, *out.shape[2:]))
         return out.transpose(0, 1).flatten(1, 2)[None]
 
     row = 2 * (work.num_heads + work.kv_heads) * work.head_dim * work.torch_dtype.itemsize
@@ -174,8 +175,8 @@ def context_parallel(work: Workload, layout: SequenceLayout) -> Iterator[Contend
         return torchs.context_parallel(mesh, **buffers)
 
     for method in ("allgather", "alltoall"):
-        name, where = f"context_parallel, {method}", partial(inside, method)
-        yield Contender(name, layout, attend, inside=where)
+        name = f"context_parallel {method}"
+        yield Contender(name, layout, attend, inside=partial(inside, method))
 
 
 def results_of(one: Contender, given: list[torch.Tensor], backward: int) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ class Kind:
         *,
         compiles: bool,
     ) -> None:
-        self.name, self.model, self.group = name, model, group
+        self.model = model
         self.batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
         if name != "sdpa":
             ranks = 1 if group is None else dist.get_world_size(group)
@@ -79,11 +79,9 @@ class Kind:
             self.batch["num_items_in_batch"] = labels_per_rank(labels, model, group)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    def backward(self) -> torch.Tensor:
-        """Forward and backward; the loss of this rank."""
-        loss: torch.Tensor = self.model(**self.batch).loss
-        loss.backward()
-        return loss.detach()
+    def backward(self) -> None:
+        """Forward and backward."""
+        self.model(**self.batch).loss.backward()
 
     def step(self) -> None:
         """A step, as a training makes it."""

@@ -23,25 +23,6 @@ from ring_dilated_attention.integrations.transformers import DilatedCache, set_a
 from ring_dilated_attention.named_patterns import named
 
 
-def patterns() -> dict[str, DilatedPattern | None]:
-    """By name; None: transformers as it is."""
-    longnet = named("longnet").pattern
-    more = DilatedPattern([*longnet.segment_lengths, None], [*longnet.dilation_rates, 64])
-    return {
-        "sdpa": None,
-        "dense": DilatedPattern.dense(),
-        "longnet": longnet,
-        "longnet and (document, 64)": more,
-    }
-
-
-def held_bytes(cache: Any) -> int:
-    """Bytes of keys and values in a cache of transformers, or in ours."""
-    if isinstance(cache, DilatedCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 def measure(model: Any, ids: torch.Tensor, count: int, repeats: int) -> dict[str, Any]:
     """The least of several runs, after those that warm up."""
     device, options = ids.device, {"do_sample": False, "return_dict_in_generate": True}
@@ -49,7 +30,12 @@ def measure(model: Any, ids: torch.Tensor, count: int, repeats: int) -> dict[str
     def generate(new: int) -> Any:
         return model.generate(ids, max_new_tokens=new, **options)
 
-    cache_bytes = held_bytes(generate(2).past_key_values)
+    cache = generate(2).past_key_values
+    if not isinstance(cache, DilatedCache):
+        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    else:
+        cache_bytes = cache.nbytes
+    del cache
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     calls = {"one": lambda: generate(1), "many": lambda: generate(1 + count)}
@@ -83,9 +69,11 @@ def main(
     model.generation_config.pad_token_id = 0
     model.to(place, torch.float32 if small else torch.bfloat16)
     ids = torch.randint(1, options["vocab_size"], (1, length), device=place)
-    found = []
-    for name, pattern in patterns().items():
-        if pattern is not None:
+    longnet, found = named("longnet").pattern, []
+    more = DilatedPattern([*longnet.segment_lengths, None], [*longnet.dilation_rates, 64])
+    patterns = {"sdpa": None, "dense": DilatedPattern.dense(), "longnet": longnet}
+    for name, pattern in {**patterns, "longnet and (document, 64)": more}.items():
+        if pattern is not None:  # None: transformers as it is
             set_attention(model, pattern)
         each = {"case": name, "prompt": length} | measure(model, ids, new_tokens, repeats)
         found.append(each)

@@ -41,6 +41,25 @@ def test_benchmarks_run_on_a_cpu(name, ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_eight_gpus_measures_all_that_compute_a_row_and_compares_them(tmp_path):
+    out, rows = tmp_path / "found.json", "dense,documents,crossing,window,tokens"
+    words = ["--small", "--seconds", "0.1", "--rows", rows, "--out", str(out)]
+    done = run_program(FOLDER / "eight_gpus.py", words, 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(out.read_text())["found"]["rows"]
+    assert list(found) == rows.split(",")
+    own = {"one GPU", "ring", "gather", "heads:2"}
+    assert own | {"auto: heads:2", "Ulysses"} == found["dense"].keys() == found["window"].keys()
+    assert found["documents"].keys() - own == {"auto: gather", "Ulysses"}
+    assert found["tokens"].keys() == {"auto: gather"}
+    for entry in (entry for row in found.values() for entry in row.values()):
+        assert max(entry["errors"], default=0) < 1e-5
+        assert [len(entry[key]) for key in ("ms", "tflops", "sent_mb", "peak_gib")] == [2] * 4
+    assert all(entry["errors"] for entry in found["tokens"].values())
+    assert done.stdout.count("one GPU") == 4
+
+
+@pytest.mark.slow
 def test_quality_trains_tests_and_writes_its_page(tmp_path):
     pytest.importorskip("matplotlib")
     arms = "longnet_32k_detached,window_and_dense,slide_closed"

@@ -140,8 +140,6 @@ def attention(
     def call() -> torch.Tensor:
         return cached_attention(query, key, value, cache)
 
-    for _ in range(5):
-        call()
     found["limit_ms"] = read / rate * 1e3
     beside = {}
     if case.is_dense:
@@ -190,14 +188,9 @@ def model_step(timed: Timer, device: torch.device, prompt: int, *, small: bool) 
         caches = model.make_caches(1, max_length=prompt + 100_000)
         found["loss_peak_bytes"] = peak_bytes(device, lambda: model.loss(tokens, tokens))
         found["prefill_peak_bytes"] = peak_bytes(device, lambda: model.prefill(tokens, caches))
-        for _ in range(2):
-            model.prefill(tokens, caches)
-            model.loss(tokens, tokens)
         found |= medians(timed, 1, prefill_ms=lambda: model.prefill(tokens, caches))
         found |= medians(timed, 1, loss_ms=lambda: model.loss(tokens, tokens))
         model.prefill(tokens, caches)
-        for _ in range(20):
-            model.step(token, caches)
         found |= medians(timed, 1, step_ms=lambda: model.step(token, caches))
         if device.type == "cuda":
             captured = CapturedStep(lambda x: model.step(x, caches), token, caches)

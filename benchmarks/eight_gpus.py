@@ -31,7 +31,7 @@ import torch.distributed as dist
 import typer
 from harness import Ranks, join, leave, seen, write
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _fa4, sdpa_kernel
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
 from ring_dilated_attention.bench import Workload, peak_bytes, take_turns
@@ -86,16 +86,16 @@ class Contender(NamedTuple):
 
 def contenders(work: Workload, ranks: Ranks) -> Iterator[Contender]:
     """All that compute a workload."""
-    p, n, is_one = ranks.size, work.seq_len, work.num_heads == 1
+    p, n, one_head = ranks.size, work.seq_len, work.num_heads == 1
     contiguous, layout = SequenceLayout.contiguous(n, p), work.layout(p)  # zigzag, if causal
     if work.documents:
         layout = SequenceLayout.balanced(work.documents, p, work.pattern, is_causal=True)
     elif work.pattern.has_windows:
         layout = contiguous
-    if not is_one:
+    if not one_head:
         yield ours("one GPU", work, SequenceLayout.contiguous(n, 1), None)
     groups = [f"heads:{m}" for m in range(p, 1, -1) if p % m == 0 and m <= work.num_heads]
-    for exchange in ("auto",) if is_one else ("auto", "ring", "gather", *groups):
+    for exchange in ("auto",) if one_head else ("auto", "ring", "gather", *groups):
         yield ours(exchange, work, contiguous if exchange == f"heads:{p}" else layout, ranks.world)
     is_alike = work.is_causal and work.pattern.heads_are_alike
     if is_alike and n % p == work.kv_heads % p == 0:
@@ -149,8 +149,6 @@ def ulysses(work: Workload, layout: SequenceLayout, device: torch.device) -> Con
 
 def context_parallel(work: Workload, layout: SequenceLayout) -> Iterator[Contender]:
     """torch's, with flash-attn-4 inside, by each of its ways to move keys and values."""
-    from torch.nn.attention import _fa4
-
     torchs = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
     mesh = dist.init_device_mesh("cuda", (layout.world_size,))
     if "fa4_of_torch" not in sys.modules:  # torch expects fewer results than there are by now
@@ -198,14 +196,23 @@ def on_all(value: Any, ranks: Ranks) -> list[Any]:
 
 def first(call: Callable[[], Any], one: Contender, ranks: Ranks) -> tuple[Any, float, float]:
     """Results, milliseconds and GiB at most of a call; what is raised on one rank is on all."""
-    got, wrong, peak, begun = [], "", None, time.perf_counter()
+    got, took, wrong, peak, on_cuda = [], 0.0, "", None, ranks.device.type == "cuda"
+
+    def run() -> None:
+        nonlocal took
+        dist.barrier(group=ranks.host)
+        begun = time.perf_counter()
+        got.extend(call())
+        if on_cuda:
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+
     with one.inside():
         try:  # in here: torch 2.11 leaves SDPA patched where an error leaves its context
-            peak = peak_bytes(ranks.device, lambda: got.extend(call()))
-            got = got or call()  # on a CPU
+            peak = peak_bytes(ranks.device, run) if on_cuda else run()
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}".partition("\n")[0]
-    found = on_all((wrong, time.perf_counter() - begun, peak or 0), ranks)
+    found = on_all((wrong, took, peak or 0), ranks)
     reasons, seconds, peaks = zip(*found, strict=True)
     if any(reasons):
         raise RuntimeError(max(reasons))
@@ -241,17 +248,17 @@ def spot_errors(work: Workload, ranks: Ranks, tensors: list[torch.Tensor]) -> li
 
 def measure(work: Workload, ranks: Ranks, seconds: float) -> dict[str, Any]:
     """A row: by contender, pairs for forward and for forward and backward, and errors."""
-    device, is_one = ranks.device, work.num_heads == 1
-    generator = torch.Generator(device).manual_seed(ranks.rank if is_one else 0)
+    device, one_head = ranks.device, work.num_heads == 1
+    generator = torch.Generator(device).manual_seed(ranks.rank if one_head else 0)
     draw = partial(torch.randn, generator=generator, device=device, dtype=work.torch_dtype)
-    shapes = work.shapes(work.seq_len // ranks.size if is_one else work.seq_len)
+    shapes = work.shapes(work.seq_len // ranks.size if one_head else work.seq_len)
     drawn = [draw(shapes[i]) for i in (0, 1, 1, 0)]
     found, samples, shards, calls, inside, want = {}, ({}, {}), {}, ({}, {}), {}, []
     for one in contenders(work, ranks):
         size, got = one.layout.world_size, []
         take = partial(one.layout.shard, rank=ranks.rank % size, dim=1)
         if one.layout not in shards:
-            own = [x if is_one else take(x).contiguous() for x in drawn]
+            own = [x if one_head else take(x).contiguous() for x in drawn]
             shards[one.layout] = [*(x.detach().requires_grad_() for x in own[:3]), own[3]]
         given, expected = shards[one.layout], 3.5 * work.flops() / size / RATE
         entry = found[one.name] = {"sent_mb": [x / 1e6 for x in one.sent], "peak_gib": [0, 0]}
@@ -266,7 +273,7 @@ def measure(work: Workload, ranks: Ranks, seconds: float) -> dict[str, Any]:
         except RuntimeError as error:
             entry["failed"] = str(error)
             continue
-        if is_one:
+        if one_head:
             errors = spot_errors(work, ranks, [*given, *got])
         elif size == 1:
             want, errors = got[:4], []
@@ -299,23 +306,21 @@ def main(
 ) -> None:
     """Measure rows, write them as they come, print a table."""
     begun, ranks = time.perf_counter(), join("cpu" if small else "cuda")
-    all_rows, found = workloads(ranks.size, small=small), {}
+    assert ranks.size > 1, "start it with torchrun, on several ranks"
+    works, found = workloads(ranks.size, small=small), {}
     for row in rows.split(","):
         if max(on_all(time.perf_counter() - begun, ranks)) < LAST_BEGIN:
-            found[row] = measure(all_rows[row], ranks, seconds)
+            found[row] = measure(works[row], ranks, seconds)
             if ranks.rank == 0:
                 print(f"{row}: ended after {time.perf_counter() - begun:.0f} s", flush=True)
                 write(out, ranks.device, {"ranks": ranks.size, "rows": found})
     if ranks.rank == 0:
-        print(" " * 38 + "".join(f" {name:>15}" for name in COLUMNS))
+        print(" " * 37, *(name.rjust(15) for name in COLUMNS))
         for row, entries in found.items():
             for name, entry in entries.items():
                 pairs = [entry.get(column, ()) for column in COLUMNS]  # none of what has failed
-                cells = ["/".join(f"{x:.3g}" for x in pair) for pair in pairs]
-                print(
-                    f"{row:11}{name:27}" + "".join(f" {x:>15}" for x in cells),
-                    entry.get("failed", ""),
-                )
+                cells = ["/".join(f"{x:.3g}" for x in pair).rjust(15) for pair in pairs]
+                print(row.ljust(11) + name.ljust(26), *cells, entry.get("failed", ""))
     leave()
 
 

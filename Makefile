@@ -9,6 +9,9 @@ QUICK := tests/test_budget.py tests/house/test_architecture.py tests/plan tests/
 	tests/api/test_layout.py tests/api/test_units.py tests/api/test_attention.py tests/api/test_bad_calls.py \
 	tests/engine/test_merge.py tests/engine/test_views.py tests/nn/test_spatial.py
 
+# Python and torch of each cell of `matrix`. Other builds of torch than a local one bring several GB of CUDA packages.
+CELLS := 3.10-2.8.0 3.11-2.13.0 3.13-2.15.0
+
 # These take all GPUs, and faults are to be noticed in time: a few at once.
 ALL_GPUS := tests/tiles/test_gpu_ranks.py tests/exchange/test_faults.py
 
@@ -24,7 +27,10 @@ quick: .venv/installed  ## what nearly every change needs, in less than a minute
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" $(QUICK)
 
 matrix:  ## the tests of `quick` on the oldest torch and Python, ours, and the newest release
-	$(PYTHON) benchmarks/versions.py --tests $(QUICK)
+	$(MAKE) --keep-going $(CELLS:%=matrix-%)
+
+matrix-%: .venv-matrix/%/ready
+	.venv-matrix/$*/bin/python -m pytest -q -p no:cacheprovider -m "not gpu and not slow" $(QUICK)
 
 gpu: .venv/installed  ## the tests for CUDA devices, on all that there are
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gpu -n 8 --dist loadgroup $(ALL_GPUS:%=--ignore=%)
@@ -72,7 +78,15 @@ docs-serve: .venv/installed  ## the docs site on this machine, built anew when a
 clean:
 	rm -rf .venv .venv-matrix dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# torch comes first, so that nothing else picks another build of it.
+.PRECIOUS: .venv-matrix/%/ready  # make takes it for an intermediate file
+# torch comes first, here and below, so that nothing else picks another build of it.
+.venv-matrix/%/ready:
+	python$(firstword $(subst -, ,$*)) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet "torch==$(lastword $(subst -, ,$*))"
+	$(@D)/bin/pip install --quiet --group test --editable .
+	touch $@
+
 .venv/run: pyproject.toml
 	test -e $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import join, leave, spread, write
+from harness import in_a_row, join, leave, write
 
-from ring_dilated_attention.bench import peak_bytes, take_turns
+from ring_dilated_attention.bench import peak_bytes
 from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 
 
@@ -27,7 +27,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time both at each size, in turns."""
-    device, found = join().device, []
+    ranks, found = join(), []
+    device = ranks.device
     config = SlideEncoderConfig(num_layers=layers, head_offsets="blocked", zero_keys=True)
     encoder = SlideEncoder(config).to(device)
     for count in map(int, tiles.split(",")):
@@ -39,8 +40,7 @@ def main(
                 encoder(*given, maps=maps)
 
         calls = {"forward": lambda: forward(False), "with maps": lambda: forward(True)}
-        times = take_turns(calls, device, repeats=repeats)
-        row: dict[str, Any] = {"tiles": count, **{name: spread(x) for name, x in times.items()}}
+        row: dict[str, Any] = {"tiles": count, **in_a_row(calls, 1, ranks, repeats=repeats)}
         row["maps_ms"] = row["with maps"]["median_ms"] - row["forward"]["median_ms"]
         row["peak_bytes"] = {name: peak_bytes(device, call) for name, call in calls.items()}
         found.append(row)

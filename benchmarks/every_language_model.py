@@ -16,7 +16,6 @@ Models that a configuration of this size does not make are named, not counted. N
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import json
@@ -24,12 +23,13 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
+import typer
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -77,20 +77,7 @@ TOLERANCE = 1e-5
 """Of float64 logits and gradients, relative to the largest; transformers' own attention and norms
 round to float32 in between."""
 CHANGED = 1e-3
-
-
-class Outcome(NamedTuple):
-    """What became of a model: ``"right"``, ``"refused"``, ``"wrong"`` or ``"not made"``, and why.
-
-    `alone` is of one process, `ranks` of three, `generates` of both; `why` is of the first that is
-    not right.
-    """
-
-    kind: str
-    alone: str
-    ranks: str
-    generates: str
-    why: str
+WHERE = ("alone", "ranks", "generates")
 
 
 class Found(NamedTuple):
@@ -100,7 +87,7 @@ class Found(NamedTuple):
     gradients: list[Tensor]
 
 
-def kinds() -> Iterator[tuple[str, Any]]:
+def all_kinds() -> Iterator[tuple[str, Any]]:
     """The model types that have a causal or a masked language model, with the class that has it."""
     heads = (
         (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
@@ -231,8 +218,11 @@ class Comparison:
         return "" if worst < TOLERANCE else f"differs by {worst:.1e}"
 
 
-def outcome_of(kind: str, head: Any) -> Outcome:
-    """Make a model and compare it."""
+def outcome_of(kind: str, head: Any) -> dict[str, str]:
+    """What becomes of a model alone, on ranks, and when it generates; `why` is of the first wrong.
+
+    ``"right"``, ``"refused"``, ``"wrong"``, ``"crashed"`` or ``"not made"``.
+    """
     comparison, why = None, ""
     for kv_heads in KV_HEADS:
         try:
@@ -240,22 +230,20 @@ def outcome_of(kind: str, head: Any) -> Outcome:
         except Exception as error:
             why = why or in_a_line(error)
     if comparison is None:
-        return Outcome(kind, "not made", "not made", "not made", why)
-    found: list[str] = []
-    why = ""
-    is_causal = head is transformers.AutoModelForCausalLM
+        return {**dict.fromkeys(WHERE, "not made"), "why": why}
+    found, why = dict.fromkeys(WHERE, ""), ""
     compares = (comparison.alone, comparison.sharded, comparison.generated)
-    for compare in compares[: 2 + is_causal]:
+    is_causal = head is transformers.AutoModelForCausalLM
+    for where, compare in zip(WHERE[: 2 + is_causal], compares, strict=False):
         try:
             wrong = compare()
-            found.append("wrong" if wrong else "right")
+            found[where] = "wrong" if wrong else "right"
         except Exception as error:  # a refusal, or a crash, which is not silent
             refusal = isinstance(error, ValueError | TypeError | NotImplementedError)
-            found.append("refused" if refusal else "crashed")
+            found[where] = "refused" if refusal else "crashed"
             wrong = in_a_line(error)
         why = why or wrong
-    alone, ranks, generates = [*found, ""][:3]
-    return Outcome(kind, alone, ranks, generates, why)
+    return {**found, "why": why}
 
 
 def in_a_line(error: Exception) -> str:
@@ -268,32 +256,32 @@ def too_long(*_: Any) -> None:
     raise RuntimeError(f"takes more than {MOST_SECONDS} s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    kinds: Annotated[list[str] | None, typer.Argument(help="model types; none: all")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
     """Compare all models, or those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help="model types; none: all")
-    parser.add_argument("--out", type=Path, help="a JSON file for all outcomes")
-    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGALRM, too_long)
     outcomes = []
-    for kind, head in kinds():
-        if options.kinds and kind not in options.kinds:
+    for kind, head in all_kinds():
+        if kinds and kind not in kinds:
             continue
         signal.alarm(MOST_SECONDS)
         outcome = outcome_of(kind, head)
         signal.alarm(0)
         name = head.__name__.removeprefix("AutoModelFor")
-        outcomes.append({"head": name, **outcome._asdict()})
-        print(kind.ljust(24), name.ljust(9), *(x.ljust(8) for x in outcome[1:]), flush=True)
-    for where in ("alone", "ranks", "generates"):
+        outcomes.append({"head": name, "kind": kind, **outcome})
+        cells = (x.ljust(8) for x in outcome.values())
+        print(kind.ljust(24), name.ljust(9), *cells, flush=True)
+    for where in WHERE:
         print(where, dict(Counter(each[where] for each in outcomes)))
-    if options.out:
+    if out:
         found = {"transformers": transformers.__version__, "torch": torch.__version__}
-        options.out.write_text(json.dumps({**found, "models": outcomes}, indent=1) + "\n")
+        out.write_text(json.dumps({**found, "models": outcomes}, indent=1) + "\n")
     sys.exit(any("wrong" in each.values() for each in outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -9,15 +9,16 @@ import json
 import os
 import platform
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ring_dilated_attention.bench import environment
+from ring_dilated_attention import DilatedPattern, Window
+from ring_dilated_attention.bench import environment, take_turns
 
 
 class Ranks(NamedTuple):
@@ -56,6 +57,18 @@ def join(kind: str = "auto") -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, host, device)
 
 
+def small_llama(hidden: int, mlp: int, heads: int, kv_heads: int, **options: Any) -> Any:
+    """A Llama of transformers: four layers with random weights, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, num_hidden_layers=4, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
 def leave() -> None:
     """End the process groups of `join`."""
     if dist.is_initialized():
@@ -69,29 +82,46 @@ def write(out: Path | None, device: torch.device, found: Any) -> None:
         out.write_text(json.dumps({**about, "found": found}, indent=1) + "\n")
 
 
+def seen(pattern: DilatedPattern, kv_heads: int, position: int, length: int) -> list[list[range]]:
+    """The keys before `length` in the segments of a position, by KV head and branch."""
+    found: list[list[range]] = [[] for _ in range(kv_heads)]
+    for branch, (segment_length, rate) in enumerate(pattern.branches):
+        w = length if segment_length is None else segment_length
+        assert not isinstance(w, Window)
+        start = position - position % w
+        for head, offset in pattern.heads(branch, kv_heads):
+            keys = range(start + offset, min(start + w, length), rate)
+            if position in keys:
+                found[head].append(keys)
+    return found
+
+
 def spread(samples_ms: Sequence[float]) -> dict[str, float]:
     """The median, the lowest and the highest of times."""
     middle, low, high = statistics.median(samples_ms), min(samples_ms), max(samples_ms)
     return {"median_ms": round(middle, 4), "min_ms": round(low, 4), "max_ms": round(high, 4)}
 
 
-def kernels_of(call: Callable[[], Any], trace: Path | None = None) -> dict[str, tuple[int, float]]:
-    """How many kernels of each name a call launches on the GPU, and their milliseconds together.
+def in_a_row(
+    calls: Mapping[str, Callable[[], Any]], count: int, ranks: Ranks, **options: Any
+) -> dict[str, dict[str, float]]:
+    """The `spread` of each call, of `count` of them in a row; `options` are of `take_turns`."""
 
-    Args:
-        call: what to look at, once.
-        trace: a file to write for Perfetto or chrome://tracing; None: none.
-    """
+    def several(call: Callable[[], Any]) -> None:
+        for _ in range(count):
+            call()
+
+    rows = {name: partial(several, call) for name, call in calls.items()}
+    times = take_turns(rows, ranks.device, group=ranks.host, **options)
+    return {name: spread([ms / count for ms in each]) for name, each in times.items()}
+
+
+def kernels_of(call: Callable[[], Any]) -> dict[str, float]:
+    """How many kernels a call launches on the GPU, and their milliseconds together."""
     # The host's activities are left out: with them a step takes half as long again.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in profiler.key_averages():
-        if event.device_time_total > 0:
-            count, ms = found[event.key]
-            found[event.key] = count + event.count, ms + event.device_time_total / 1e3
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+    events = [event for event in profiler.key_averages() if event.device_time_total > 0]
+    ms = sum(event.device_time_total for event in events) / 1e3
+    return {"kernels": sum(event.count for event in events), "kernels_ms": round(ms, 4)}

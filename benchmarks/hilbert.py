@@ -6,11 +6,12 @@
 Writes a figure and a table next to it; `--tile-size` is how many units of a coordinate make a tile.
 """
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 import matplotlib as mpl
 import torch
+import typer
 
 from ring_dilated_attention.nn import hilbert_order
 
@@ -58,25 +59,23 @@ def draw(orders: dict[str, torch.Tensor], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main() -> None:
+def main(
+    slide: Annotated[Path | None, typer.Option(help="a file of torch.save")] = None,
+    tile_size: float = 256.0,
+    tiles: Annotated[int, typer.Option(help="of a made-up slide")] = 45_680,
+    out: Annotated[Path, typer.Option(help="without suffix")] = Path("hilbert"),
+) -> None:
     """Order the tiles both ways; write what comes of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slide", help="a file of torch.save")
-    parser.add_argument("--tile-size", type=float, default=256.0)
-    parser.add_argument("--tiles", type=int, default=45_680, help="of a made-up slide")
-    parser.add_argument("--out", type=Path, default=Path("hilbert"), help="without suffix")
-    args = parser.parse_args()
-    if args.slide:
-        slide = torch.load(args.slide, map_location="cpu", weights_only=True)
-        tiles = (slide["coordinates"] / args.tile_size).floor().long()
-        what = f"{len(tiles):,} tiles of {Path(args.slide).name}"
-    else:
-        tiles = made_up_tissue(args.tiles)
-        what = f"{len(tiles):,} tiles of made-up tissue: three ragged pieces with holes"
-    x, y = tiles.T
+    places = made_up_tissue(tiles)
+    what = f"{tiles:,} tiles of made-up tissue: three ragged pieces with holes"
+    if slide is not None:
+        found = torch.load(slide, map_location="cpu", weights_only=True)["coordinates"]
+        places = (found / tile_size).floor().long()
+        what = f"{len(places):,} tiles of {slide.name}"
+    x, y = places.T
     by_rows = (y * (int(x.max()) + 1) + x).argsort(stable=True)
-    orders = {"By rows": tiles[by_rows], "Hilbert": tiles[hilbert_order(tiles)]}
-    image = args.out.with_suffix(".png")
+    orders = {"By rows": places[by_rows], "Hilbert": places[hilbert_order(places)]}
+    image = out.with_suffix(".png")
     draw(orders, image)
     lines = [
         "# Hilbert order of slide tiles",
@@ -98,9 +97,9 @@ def main() -> None:
         )
     lines += ["", f"![{what}]({image.name})", ""]
     text = "\n".join(lines)
-    args.out.with_suffix(".md").write_text(text)
+    out.with_suffix(".md").write_text(text)
     print(text)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -19,4 +19,4 @@ for mask in "" --causal; do
 done
 row gigapath --pattern gigapath --seq-len 262145,45681,10001 --baseline torchscale
 row dense --pattern dense --seq-len 64K --causal --baseline kernel,sdpa
-"${PYTHON:-python3}" "$(dirname "$0")/calls.py" --out "$out/calls.json" --first 30
+"${PYTHON:-python3}" "$(dirname "$0")/calls.py" --out "$out/calls.json"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The rows of benchmarks/results/many_gpus.md, on the CUDA devices of one host.
+# The rows of benchmarks/results/many_gpus.md and long_sequences.md, on the CUDA devices of one host.
 # Needs the extra fa4; tests and faults also the group test and pytest-xdist.
 #
 #   benchmarks/several_gpus.sh OUT GPUS [STEP...]     makes OUT/<step>.log and what the step writes
 #
 # All steps are run, or those that are named. A step that fails does not stop the next.
 set -uo pipefail
-steps=(attention llama decode tests faults fuzz)
+steps=(attention exchanges longest llama decode tests faults fuzz)
 out=${1:?usage: several_gpus.sh OUT GPUS [STEP...]} gpus=${2:?how many GPUs}
 shift 2
 here=$(dirname "$0")
@@ -25,6 +25,20 @@ attention() {
     row crossing_causal "${crossing[@]}" --seq-len 1M --causal &&
     row short --segment-lengths 2048,4096 --dilation-rates 1,2 --seq-len 4K,16K,64K,256K &&
     row dense --pattern dense --causal --seq-len 64K,256K --baseline context_parallel
+}
+exchanges() { # the second process has the whole memory
+  ranks "$here/eight_gpus.py" --out "$out/exchanges.json" &&
+    ranks "$here/eight_gpus.py" --rows tokens --out "$out/tokens.json"
+}
+longest() { # a training step of as many bytes as fit; file 38 is held out, by its name
+  local length=$((3276800 * gpus)) examples="$here/../examples" file
+  mkdir -p "$out/bytes"
+  for file in 1 38; do base64 -w 0 /dev/urandom | head -c $((length + 2)) >"$out/bytes/$file"; done
+  ranks "$examples/train_longnet.py" "@$examples/longnet_base.txt" --data "$out/bytes" \
+    --out "$out/longest" --seq-len "$length" --steps 3 --activation-checkpoint-blocks 3
+  local status=$?
+  rm -r "$out/bytes"
+  return $status
 }
 llama() {
   "$python" "$here/llama_step.py" --out "$out/llama_alone.json" &&

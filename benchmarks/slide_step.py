@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
+from unittest.mock import MagicMock
 
 import torch
 import typer
@@ -59,43 +59,21 @@ def main(
 
 
 def stand_in_for_what_torchscale_imports() -> None:
-    """Modules that are not there, as far as an encoder without dropout needs them."""
-
-    def add(name: str, **members: Any) -> None:
-        parent, _, child = name.rpartition(".")
-        module = ModuleType(name)
-        vars(module).update(members)
-        sys.modules[name] = module
-        if parent:
-            setattr(import_module(parent), child, module)
-
-    add("fairscale")
-    add("fairscale.nn", checkpoint_wrapper=lambda x: x, wrap=lambda x: x)
-    add("timm")
-    add("timm.models")
-    add("timm.models.layers", drop_path=lambda x, p=0.0, training=False: x)
+    """Modules of which an encoder without dropout needs nothing, and flash-attn's function."""
+    names = ["fairscale", "fairscale.nn", "timm", "timm.models", "timm.models.layers"]
     if find_spec("flash_attn") is None:  # else flash-attn-4's, whose kernels we may use
-        add("flash_attn")
-    add("flash_attn.flash_attn_interface", flash_attn_func=_flash_attention_2)
+        names.append("flash_attn")
+    sys.modules |= {name: MagicMock() for name in names}
+    flash = sys.modules["flash_attn.flash_attn_interface"] = ModuleType("flash_attn_interface")
+    flash.flash_attn_func = _flash_attention_2
 
 
 def _flash_attention_2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
+    *tensors: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """What flash-attn's function of that name does, by the same kernel inside torch."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        dropout_p,
-        causal,
-        scale=softmax_scale,
+        *(x.transpose(1, 2) for x in tensors), dropout_p, causal, scale=softmax_scale
     )
     return out.transpose(1, 2), lse, None
 
@@ -160,13 +138,11 @@ def measure(kind: str, positions: int, repeats: int, layers: int) -> dict[str, A
     torch.cuda.reset_peak_memory_stats()
     times = take_turns({kind: step}, device, repeats=repeats, seconds=600)[kind]
     peak = torch.cuda.max_memory_allocated() / 1e9
-    kernels = kernels_of(step).values()
     return {
         "positions": positions,
         "kind": kind,
         **spread(times),
-        "kernels": sum(count for count, _ in kernels),
-        "kernels_ms": round(sum(ms for _, ms in kernels), 2),
+        **kernels_of(step),
         "peak_gb": round(peak, 3),
         "loss": round(step().item(), 6),
     }

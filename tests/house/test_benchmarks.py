@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 CASES = "GigaPath 2,001;LongNet 4,096 causal;LongNet 4,096, 3 heads a KV head"
 PROGRAMS = {
     # options; ranks, 0: a process that no launcher has started
-    "calls": (f"--longest 40 --samples 3 --first 1 --cases '{CASES}'", [0, 2]),
+    "calls": (f"--longest 40 --samples 3 --cases '{CASES}'", [0]),
     "decode": ("--device cpu --small --repeats 1", [0]),
     "hilbert": ("--tiles 2000", [0]),
     "llama_step": ("--device cpu --small --samples 3 --in-a-row 1 --eager --seq-len 100", [2]),
@@ -38,6 +38,25 @@ def test_benchmarks_run_on_a_cpu(name, ranks, tmp_path):
     assert written.stat().st_size
     if written == out:
         assert json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_eight_gpus_measures_all_that_compute_a_row_and_compares_them(tmp_path):
+    out, rows = tmp_path / "found.json", "dense,documents,crossing,window,tokens"
+    words = ["--small", "--seconds", "0.1", "--rows", rows, "--out", str(out)]
+    done = run_program(FOLDER / "eight_gpus.py", words, 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(out.read_text())["found"]["rows"]
+    assert list(found) == rows.split(",")
+    own = {"one GPU", "ring", "gather", "heads:2"}
+    assert own | {"auto: heads:2", "Ulysses"} == found["dense"].keys() == found["window"].keys()
+    assert found["documents"].keys() - own == {"auto: gather", "Ulysses"}
+    assert found["tokens"].keys() == {"auto: gather"}
+    for entry in (entry for row in found.values() for entry in row.values()):
+        assert max(entry["errors"], default=0) < 1e-5
+        assert [len(entry[key]) for key in ("ms", "tflops", "sent_mb", "peak_gib")] == [2] * 4
+    assert all(entry["errors"] for entry in found["tokens"].values())
+    assert done.stdout.count("one GPU") == 4
 
 
 @pytest.mark.slow

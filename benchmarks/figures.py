@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from itertools import product
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def plan_of(pattern, length, layout, causal=True, heads=4):
     """A plan of 4 ranks."""
     where = SequenceLayout.named(layout, length, 4, is_causal=causal)
     return plan_attention(pattern, where, is_causal=causal, num_heads=heads)
+
+
+def new_figure(style, height, title="", note=""):
+    """A figure so narrow that a phone shows its text at a size that can be read."""
+    return draw.new_figure(style, 5.4, height, title, textwrap.fill(note, 88))
 
 
 def rows(name, table, **case):
@@ -91,10 +97,11 @@ def dress_bars(axes, style, title, names, most):
 
 
 def hero(style):
-    """What a dilated pattern shows a head, and what each of 4 ranks sends."""
+    """What a dilated pattern shows a head, and what each of 4 ranks sends; legible on a phone."""
     plan = plan_of(SMALL, 32, "contiguous", causal=False)
-    figure = draw.new_figure(style, 10.2, 5.3)
-    sees, holds, sends = figure.subplots(1, 3)
+    figure = new_figure(style, 5.9)
+    masks, below = figure.subfigures(2, 1, height_ratios=[3.1, 1.5])
+    (sees, holds), sends = masks.subplots(1, 2), below.subplots()
     draw.draw_mask(plan, style=style, axes=sees)
     draw.draw_mask(plan, by="rank", style=style, axes=holds)
     sees.set(xlabel="keys", ylabel="queries", xticks=[], yticks=[])
@@ -103,17 +110,17 @@ def hero(style):
     for rank, ((start, stop),) in enumerate(plan.layout.ranges):
         for key in range(start, stop):  # the branch that crosses ranks shows one key in 4
             color = style.faint if key % 4 else style.rank_color(rank)
-            sends.broken_barh([(key - start, 0.88)], (rank + 0.35, 0.4), color=color, linewidth=0)
+            sends.broken_barh([(key - start, 0.9)], (rank + 0.1, 0.8), color=color, linewidth=0)
         words = f"rank {rank}: {sent} of its {stop - start} keys"
-        sends.text(0, rank + 0.25, words, color=style.rank_color(rank), weight="bold", fontsize=9)
-    sends.set(xlim=(0, 8), ylim=(4, 0), box_aspect=1)
+        label(sends, (-7.4, rank + 0.5), words, style.rank_color(rank), (0, 0))
+    sends.set(xlim=(-7.4, 8), ylim=(4, 0))
     sends.set_axis_off()
-    for axes, title, below in (
-        (sees, "1  What one head sees", "all nearby keys, few distant ones"),
-        (holds, "2  Which GPU holds those keys", "mostly the one that needs them"),
+    for axes, title, words in (
+        (sees, "1  What a head sees", "nearby keys, few distant ones"),
+        (holds, "2  Which GPU holds it", "mostly the one that needs it"),
         (sends, "3  What each GPU sends", "only what others need; dense attention: all"),
     ):
-        draw.set_titles(axes, style, title, below, lift=24)
+        draw.set_titles(axes, style, title, words, lift=0 if axes is sends else 24)
     by_branch, by_rank = (draw.mask_key(plan, by, style).values() for by in ("branch", "rank"))
     draw.add_key(figure, style, [*by_branch, *by_rank], columns=3)
     return figure
@@ -122,8 +129,8 @@ def hero(style):
 def mask_by_branch(style):
     """Which branch shows which key, for two heads."""
     plan = plan_of(CROSSING, 48, "contiguous")
-    figure = draw.new_figure(style, 9.4, 5.9)
-    words = ["nested squares: several branches have the key", "dilated keys are one position later"]
+    figure = new_figure(style, 3.8)
+    words = ["nested: keys of several branches", "dilated keys one position later"]
     for head, axes in enumerate(figure.subplots(1, 2)):
         draw.draw_mask(plan, head, style=style, axes=axes)
         draw.set_titles(axes, style, f"Head {head}", words[head])
@@ -134,16 +141,16 @@ def mask_by_branch(style):
 def mask_by_sender(style):
     """Zigzag on 4 ranks: who holds the keys of a head, and how many each rank sends."""
     plan = plan_of(CROSSING, 48, "zigzag", heads=1)
-    figure = draw.new_figure(style, 9.8, 7)
-    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    draw.draw_mask(plan, by="rank", style=style, axes=left)
+    figure = new_figure(style, 7.6)
+    above, below = figure.subplots(2, 1, height_ratios=[1.6, 1])
+    draw.draw_mask(plan, by="rank", style=style, axes=above)
     words = "zigzag: rank i of 4 holds chunks i and 7 - i of 8"
-    left.yaxis.labelpad = 46  # beyond the names of the ranks
-    draw.set_titles(left, style, "Which rank sends the keys of head 0", words, lift=32)
-    draw.draw_exchange(plan, None, style=style, axes=right)
+    above.yaxis.labelpad = 46  # beyond the names of the ranks
+    draw.set_titles(above, style, "Which rank sends the keys of head 0", words, lift=32)
+    draw.draw_exchange(plan, None, style=style, axes=below)
     dense = plan_of(DENSE, 48, "zigzag", heads=1)
     words = f"Dense attention: {sum(dense.rank(i).total_sent_rows for i in range(4))}"
-    draw.set_titles(right, style, "Keys sent for head 0", f"In all {right.get_title()}. {words}")
+    draw.set_titles(below, style, "Keys sent for head 0", f"In all {below.get_title()}. {words}")
     draw.add_key(figure, style, draw.mask_key(plan, "rank", style).values(), columns=2)
     return figure
 
@@ -151,12 +158,12 @@ def mask_by_sender(style):
 def work_per_rank(style):
     """FLOPs per rank of dense causal attention, contiguous and zigzag."""
     note = "Dense causal attention of 65,536 tokens on 4 ranks. Dashed: the mean."
-    figure = draw.new_figure(style, 9.0, 3.9, note=note)
+    figure = new_figure(style, 3.2, note=note)
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, layout in ((left, "contiguous"), (right, "zigzag")):
         plan = plan_of(DENSE, 65536, layout, heads=16)
         draw.draw_work(plan, SIZE, style=style, axes=axes)
-        draw.set_titles(axes, style, layout.capitalize(), axes.get_title())
+        draw.set_titles(axes, style, layout.capitalize(), axes.get_title().replace("; ", "\n"))
     right.set_ylabel("")
     return figure
 
@@ -164,7 +171,7 @@ def work_per_rank(style):
 def ring_timeline(style):
     """A ring step by step: where transfers hide behind compute, and where ranks wait."""
     note = f"Dense causal, 16 heads of 128, bf16, zigzag. {draw.TIMELINE_KEY}"
-    figure = draw.new_figure(style, 9.6, 7.2, note=note)
+    figure = new_figure(style, 6.4, note=note)
     titles = {65536: "transfers hide behind compute", 8192: "too short: ranks wait for keys"}
     for axes, length in zip(figure.subplots(2, 1), titles, strict=True):
         plan = plan_of(DENSE, length, "zigzag", heads=16)
@@ -193,11 +200,8 @@ def closed_blocks(style):
     length, cell = 131072, 2048
     closed = reach(LONGNET, length, cell)
     spans = DilatedPattern([*LONGNET.segment_lengths, None], [*LONGNET.dilation_rates, 64])
-    note = (
-        "A cell, 2,048 × 2,048 tokens, is filled if its row depends on its column, "
-        "in any number of layers."
-    )
-    figure = draw.new_figure(style, 8.6, 4.5, note=note)
+    note = "Cells of 2,048 × 2,048 tokens: filled if the row depends on the column, at any depth."
+    figure = new_figure(style, 3.2, note=note)
     titles = {
         "LongNet's published pattern": (closed, "blocks of 32,768 are separate"),
         "The same with (None, 64)": (reach(spans, length, cell), "the new branch connects blocks"),
@@ -207,17 +211,14 @@ def closed_blocks(style):
             start, stop = np.flatnonzero(block)[[0, -1]] + [0, 1]
             if reached[:start].any():  # from one side to the other: all earlier blocks
                 axes.broken_barh([(0, start)], (query, 0.92), color=style.branches[2], linewidth=0)
-            axes.broken_barh(
-                [(start, stop - start)], (query, 0.92), color=style.branches[1], linewidth=0
-            )
+            bar, look = [(start, stop - start)], {"color": style.branches[1], "linewidth": 0}
+            axes.broken_barh(bar, (query, 0.92), **look)
         places = range(0, length // cell + 1, 16)
         words = [short_count(place * cell) for place in places]
         axes.set_xticks(places, words)
         axes.set_yticks(places, words)
-        axes.set(
-            xlim=(0, len(found)), ylim=(len(found), 0), box_aspect=1, xlabel="depends on token"
-        )
-        axes.set_ylabel("output of token")
+        axes.set(xlim=(0, len(found)), ylim=(len(found), 0), box_aspect=1)
+        axes.set(xlabel="depends on token", ylabel="output of token")
         draw.dress(axes, style)
         draw.set_titles(axes, style, title, below)
     return figure
@@ -225,7 +226,7 @@ def closed_blocks(style):
 
 def kv_cache(style):
     """What a KV cache keeps of a head, and how it grows with the text."""
-    figure = draw.new_figure(style, 9.4, 5.2)
+    figure = new_figure(style, 4.6)
     above, below = figure.subplots(2, 1, height_ratios=[1, 1.7])
     draw.draw_cache(CROSSING, 44, SIZE, num_kv_heads=4, style=style, axes=above)
     lengths = [1 << power for power in range(8, 31)]
@@ -239,7 +240,7 @@ def kv_cache(style):
         label(below, (1 << 30, keys[-1]), f"{name}: {keys[-1]:,}", color)
     for axis, scale in ((below.xaxis, below.set_xscale), (below.yaxis, below.set_yscale)):
         scale("log", base=2)
-        ticks(axis, [1 << power for power in range(9, 31, 3)], short_count)
+        ticks(axis, [1 << power for power in range(9, 31, 7)], short_count)
     below.set(xlabel="positions of the text", ylabel="keys of a head")
     draw.dress(below, style, grid="y")
     words = f"LongNet: at most {keys[-1]:,} keys, none from before its block of 32,768"
@@ -261,14 +262,13 @@ def received_by_layer(style):
         "7 branches. All axes start at 0."
     )
     title = "Keys and values that a rank receives in forward, per layer"
-    figure = draw.new_figure(style, 9.8, 2.8, title, note)
+    figure = new_figure(style, 2.8, title, note)
     for axes, ranks in zip(figure.subplots(1, 3, sharey=True), (2, 4, 8), strict=True):
         layout = SequenceLayout.zigzag(length, ranks)
         for place, pattern in enumerate(layers.values()):
             plan = plan_attention(pattern, layout, is_causal=True, num_heads=32, num_kv_heads=8)
-            received = max(
-                costs.traffic(plan.rank(rank), SIZE).forward_received for rank in range(ranks)
-            )
+            traffic = [costs.traffic(plan.rank(rank), SIZE) for rank in range(ranks)]
+            received = max(each.forward_received for each in traffic)
             axes.barh(place, received, 0.62, color=style.branches[place])
             label(axes, (received, place), in_bytes(received), style.ink)
         dress_bars(axes, style, f"{ranks} ranks", list(layers), 640e6)
@@ -291,8 +291,8 @@ def slide_step(style):
         "45,681 tiles); thin lines: lowest to highest.\nFactors: torchscale's time over this one. "
         "The longest slide was measured on another host. All axes start at 0."
     )
-    title = "A slide encoder's training step: lower is better"
-    figure = draw.new_figure(style, 9.8, 3.3, title, note)
+    title = "A slide encoder's training step in milliseconds: lower is better"
+    figure = new_figure(style, 3.3, title, note)
     for axes, tiles in zip(figure.subplots(1, 3, sharey=True), (1501, 10001, 45681), strict=True):
         base, _, most = found[tiles, "torchscale"]
         for place, kind in enumerate(kinds):
@@ -303,9 +303,9 @@ def slide_step(style):
             color = color_of(style, "torchscale" if kind == "torchscale" else "ours")
             axes.barh(place, median, 0.62, color=color)
             axes.hlines(place, low, high, color=style.ink, linewidth=1)
-            factor = "" if kind == "torchscale" else f"  {base / median:.1f}×"
-            label(axes, (high, place), f"{median:.0f} ms{factor}", style.ink)
-        dress_bars(axes, style, f"{tiles:,} tiles", list(kinds.values()), most * 1.42)
+            factor = "" if kind == "torchscale" else f" ({base / median:.1f}×)"
+            label(axes, (high, place), f"{median:.0f}{factor}", style.ink)
+        dress_bars(axes, style, f"{tiles:,} tiles", list(kinds.values()), most * 1.7)
     return figure
 
 
@@ -317,9 +317,9 @@ def attention_speed(style):
         "dashed: forward. gather/scatter: torchscale's\nmethod rewritten for comparison, with "
         "FlashAttention-2 (FA2) or cuDNN. At 10,001 tokens forward + backward is the CPU's time."
     )
-    figure = draw.new_figure(style, 9.8, 4.6, "Attention alone: lower is better", note)
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.15])
-    axes = left.subplots()
+    figure = new_figure(style, 7.6, "Attention alone: lower is better", note)
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.3])
+    axes = above.subplots()
     for contender in ("ours", "torchscale"):
         found = [row for row in rows(name, "gigapath") if row["contender"] == contender]
         found.sort(key=lambda row: row["case"]["length"])
@@ -337,7 +337,7 @@ def attention_speed(style):
     dense = "Dense, causal, 16 × 128, bf16, 65,536 tokens"
     found_by = {longnet: rows(name, "longnet", head_dim=128, is_causal=False)}
     found_by[dense] = rows(name, "dense")
-    for axes, (title, found) in zip(right.subplots(2, 1), found_by.items(), strict=True):
+    for axes, (title, found) in zip(below.subplots(2, 1), found_by.items(), strict=True):
         for place, row in enumerate(found):
             for direction, shift, alpha in ((BOTH, -0.18, 1.0), (FORWARD, 0.2, 0.45)):
                 time, color = ms(row, direction), color_of(style, row["contender"])
@@ -357,8 +357,8 @@ def gpu_rows(gpus, table, **case):
 def gpu_memory(style):
     """GiB per GPU on 1, 2 and 4 GPUs, ours and torch's context_parallel."""
     note = "Dense causal, 16 × 128, bf16, forward + backward: inputs and peak of the fullest H200."
-    figure = draw.new_figure(style, 9.8, 4.3, "Memory per GPU: lower is better", note)
-    for axes, length in zip(figure.subplots(1, 2), (65536, 262144), strict=True):
+    figure = new_figure(style, 5.2, "Memory per GPU: lower is better", note)
+    for axes, length in zip(figure.subplots(2, 1), (65536, 262144), strict=True):
         found = {**gpu_rows(2, "dense", length=length), **gpu_rows(4, "dense", length=length)}
         for contender, line, up in zip(OURS_AND_CP, ("-", "-", ":"), (0, 7, -7), strict=True):
             own = [found[gpus, contender]["derived"][BOTH] for gpus in (1, 2, 4)]
@@ -387,7 +387,7 @@ def speed_per_gpu(style):
         "32,768): 1,048,576 tokens, 12 × 128; dense: 16 × 128; bf16; zigzag if causal.\n"
         "With flash-attn-4 inside, as here, context_parallel is as fast at 262,144 tokens."
     )
-    figure = draw.new_figure(style, 9.8, 5.2, "Speed per GPU: higher is better", note)
+    figure = new_figure(style, 5.2, "Speed per GPU: higher is better", note)
     axes, names = figure.subplots(), []
     for name, (table, case) in cases.items():
         for gpus in (2, 4):
@@ -406,11 +406,8 @@ def speed_per_gpu(style):
     axes.set_xlabel("% of one GPU's speed, from 65; line: linear scaling")
     draw.dress(axes, style, spines=("bottom",), grid="x")
     axes.tick_params(axis="y", labelcolor=style.ink)
-    for x, kind, words in (
-        (65, "ours", "this library"),
-        (70, "cp", "context_parallel, cuDNN inside"),
-    ):
-        label(axes, (x, -0.5), f"● {words}", color_of(style, kind), (0, 10))
+    label(axes, (65, -0.5), "● this library", color_of(style, "ours"), (0, 10))
+    label(axes, (76, -0.5), "● context_parallel, cuDNN inside", color_of(style, "cp"), (0, 10))
     return figure
 
 

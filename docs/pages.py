@@ -3,9 +3,10 @@
     .venv/bin/python docs/pages.py        # write it anew, where the sources have changed
 
 A comment above a block of code says where it is from, ``<!-- examples/slides.py: shard, step -->``:
-the lines between ``# region shard`` and ``# endregion shard``; without a region, the whole file. In
-docs/reference, the rows of a table below ``from MODULE import ...`` are a module's public names and
-the first lines of their docstrings; cli.md is made of the commands. A test compares all of it.
+the lines between ``# region shard`` and ``# endregion shard``, below the imports that they need;
+without a region, the whole file. In docs/reference, the rows of a table below ``from MODULE import
+...`` are a module's public names and the first lines of their docstrings; cli.md is made of the
+commands. A test compares all of it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,31 @@ def code_of(path: str, regions: str | None) -> str:
     return ("\n\n" if is_defined else "").join(parts)
 
 
+def imports_of(path: str, code: str) -> str:
+    """The imports of an example that an excerpt needs."""
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    lines = []
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [x for x in node.names if (x.asname or x.name.partition(".")[0]) in used]
+            line = ast.unparse(node) if node.names else ""
+            if len(line) > 100:
+                line = line.replace(" import ", " import (\n    ").replace(", ", ",\n    ") + ",\n)"
+            lines += [line] * bool(line)
+    lines += [""] * code.startswith(("def ", "class ", "@"))
+    return "\n".join([*lines, "\n"]) if any(lines) else ""
+
+
 def with_code(page: str) -> str:
-    """A page with the code of examples as it is now."""
+    """A page with the code of examples as it is now; of excerpts, with what they import."""
 
     def block(match: re.Match[str]) -> str:
         indent, path, regions, language, _ = match.groups()
         name = f"{path}: {regions}" if regions else path
-        code = textwrap.indent(code_of(path, regions), indent)
+        code = code_of(path, regions)
+        if regions and language == "python":
+            code = imports_of(path, code) + code
+        code = textwrap.indent(code, indent)
         return f"{indent}<!-- {name} -->\n{indent}```{language}\n{code}{indent}```"
 
     return BLOCK.sub(block, page)

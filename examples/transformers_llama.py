@@ -115,6 +115,7 @@ def main() -> list[float]:
     )
     model = LlamaForCausalLM(config)
     pattern = DilatedPattern([256, None], [1, 4])  # DilatedPattern.dense(): what Llama computes
+    set_attention(model, pattern)
     # endregion model
     twin = copy.deepcopy(model)
     optimizer, twin_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin))

@@ -225,7 +225,9 @@ def test_figures_of_the_docs_are_there_in_both_styles_and_small(figures):
     for name in wanted:
         file = figures.FOLDER / name
         assert file.stat().st_size < 200_000
-        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+        root = ElementTree.parse(file).getroot()
+        assert root.tag.endswith("svg")
+        assert float(root.get("width").removesuffix("pt")) < 400  # a phone: letters of 8 pixels
 
 
 @pytest.mark.parametrize("name", ["hero", "slide-step"])

@@ -163,7 +163,7 @@ def test_many_calls():
     """No hang, no drift, flat memory: what is kept of a call is kept once."""
     world_size, rounds = torch.cuda.device_count(), 10
     # The short ones alone: the references of long ones, on the CPU, would take minutes.
-    cases = [*cut_cases(world_size)][::2] + [*kernel_cases(world_size, "auto", torch.bfloat16)]
+    cases = [*list(cut_cases(world_size))[::2], *kernel_cases(world_size, "auto", torch.bfloat16)]
     found = run_ranks(soak, world_size, cases, rounds, backend="nccl")
     assert not failures(rounds * cases, combine([outcomes for outcomes, _ in found]))
     for _, held in found:

@@ -50,7 +50,7 @@ def draw_tiles(
     axes: Axes = figure.add_subplot()
     low, high = np.percentile(scores, (1, 99))
     extent = (left, left + columns * tile_size, top + rows * tile_size, top)
-    image = axes.imshow(grid, cmap="inferno", vmin=low, vmax=high, extent=extent)
+    image = axes.imshow(grid, cmap="viridis", vmin=low, vmax=high, extent=extent)
     dress(axes, style, spines=())
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))

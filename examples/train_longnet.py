@@ -182,8 +182,10 @@ def read_text(paths: list[str]) -> tuple[bytes, bytes]:
                 continue
             data = file.read_bytes()
             if b"\0" not in data:  # no binary file
-                # By its name alone: another file in the folder does not move it to the other side.
-                (text if zlib.crc32(str(name).encode()) % 20 else heldout).append(data)
+                # By its name in the folder alone: neither other files nor another version's folder
+                # move it to the other side.
+                inside = "/".join(name.parts[1:]) or name.name
+                (text if zlib.crc32(inside.encode()) % 20 else heldout).append(data)
     whole = b"".join(text), b"".join(heldout)
     if all(whole):
         return whole

@@ -15,7 +15,7 @@ BUDGET = {
     "draw": (726, 5),
     "engine": (2_218, 9),
     "exchange": (1_498, 6),
-    "integrations": (3_246, 11),
+    "integrations": (3_248, 11),
     "kernels": (3_387, 10),
     "nn": (3_948, 16),
     "parallel": (997, 4),

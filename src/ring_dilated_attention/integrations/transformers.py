@@ -172,6 +172,8 @@ def set_attention(
     check_pattern(base, pattern, layers)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise ValueError(f"this transformers cannot set the attention of a {name}; upgrade it")
     _remove_hooks(model)
     _tell(model, Settings(pattern, options, layers))
     if hasattr(model, _PREPARE_CACHE):

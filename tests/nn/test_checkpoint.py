@@ -17,7 +17,8 @@ from ring_dilated_attention.nn import (
     attention_policy,
     keep_attention,
 )
-from ring_dilated_attention.torch_op import BACKWARD, FORWARD, operator
+from ring_dilated_attention.torch_op import FORWARD, operator
+from ring_dilated_attention.torch_op.operator import BACKWARD
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning"

@@ -13,7 +13,7 @@ from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error, run_ranks
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.nn.checkpoint import Checkpoint
-from ring_dilated_attention.torch_op import BACKWARD, FORWARD
+from ring_dilated_attention.torch_op.operator import BACKWARD, FORWARD
 
 CHUNKS = (None, 1, 5, 100)  # 5 divides no shard
 LAYOUTS = {

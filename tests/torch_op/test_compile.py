@@ -25,7 +25,8 @@ from ring_dilated_attention.exchange import (
     run_loopback,
 )
 from ring_dilated_attention.resolve import FlatOptions
-from ring_dilated_attention.torch_op import BACKWARD, FORWARD, LENGTHS, operator
+from ring_dilated_attention.torch_op import FORWARD, LENGTHS, operator
+from ring_dilated_attention.torch_op.operator import BACKWARD
 
 pytestmark = [  # the compiler's own
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),

@@ -28,9 +28,9 @@ from .pattern import DilatedPattern, in_brief
 from .resolve import FlatOptions, flat_options
 from .tiles import accumulate_dtype
 from .torch_op import (
-    FORWARD,
     LENGTHS,
     RECEIVED,
+    call_forward,
     check_padding_mask,
     tell_ranks,
     validate_sink,
@@ -175,19 +175,17 @@ def dilated_attention(
             detached = given.branch_gradients == "detached" and pattern.mixes_branches
             validate_sink(sink, query, detached=detached)
         packed = documents, lengths, key_padding_mask
-        gradients = torch.is_grad_enabled() and any(
-            x.requires_grad for x in (query, key, value, sink) if x is not None
-        )
+        inputs = (query, key, value) if sink is None else (query, key, value, sink)
+        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         flat, *traced = _in_plain_types(query, key, pattern, given, *packed, gradients=gradients)
     except Exception as failure:
         tell_ranks(failure, group, query)
         raise
     if key_padding_mask is not None:
         flat, traced[0] = _with_mask(flat, key_padding_mask)
-    is_traced = any(x is not None for x in traced)
-    if flat.exchange == "auto" and flat.group and (is_traced or not _are_known(query.shape, flat)):
+    if flat.exchange == "auto" and flat.group and not _are_known(query.shape, flat, traced):
         flat = flat._replace(exchange=ROWS)
-    out, lse, *_ = FORWARD(query, key, value, sink, *traced, *flat)
+    out, lse, *_ = call_forward(query, key, value, sink, *traced, *flat)
     return (out, lse) if return_lse else out
 
 
@@ -353,8 +351,10 @@ def _with_mask(flat: FlatOptions, mask: torch.Tensor) -> tuple[FlatOptions, torc
     return flat._replace(lengths=lengths.tolist()), None  # FLOP counters see them
 
 
-def _are_known(shape: Sequence[int], flat: FlatOptions) -> bool:
+def _are_known(shape: Sequence[int], flat: FlatOptions, traced: Sequence[object]) -> bool:
     """Whether all numbers by which an exchange is chosen are known, while a graph is traced."""
+    if any(x is not None for x in traced):
+        return False
     if not torch.compiler.is_compiling():
         return not any(isinstance(x, torch.SymInt) for x in shape)
     numbers = (*shape, *flat.layout, *flat.documents, *flat.lengths)

@@ -107,7 +107,8 @@ class AttentionOptions:
         if mesh is not None:
             object.__setattr__(self, "group", one_group(self.group, mesh))
         for name, check in _OF_OPTIONS.items():
-            check(name, getattr(self, name))
+            if (value := getattr(self, name)) is not _DEFAULTS[name]:
+                check(name, value)
 
 
 def read_options(
@@ -125,7 +126,7 @@ def read_options(
             known = ", ".join(_NAMES)
             raise TypeError(f"{caller} has no option {name!r}; AttentionOptions has {known}")
     if options is None:
-        return AttentionOptions(**fields)
+        return AttentionOptions(**fields) if fields else NO_OPTIONS
     group_of_options(caller, options, fields)  # raises where there is no such object
     return replace(options, **fields) if fields else options
 
@@ -208,4 +209,6 @@ _OF_OPTIONS: dict[str, _Check] = {
     "branch_gradients": partial(check_choice, choices=BRANCH_GRADIENTS),
     "head_slice": lambda name, value: value is None or check_head_slice(value),
 }  # fmt: skip
+_DEFAULTS = {name: getattr(AttentionOptions, name) for name in _OF_OPTIONS}
+NO_OPTIONS = AttentionOptions()
 _CHECKS = {"pattern": _check_pattern, "return_lse": check_bool, **_OF_OPTIONS}

@@ -15,6 +15,7 @@ import torch
 
 from .choice import ROWS, choose_exchange
 from .documents import SHOWN, in_words, packed_rows
+from .engine import RingCall
 from .exchange import Exchange, ProcessGroupExchange, Shared, exchange_named, group_name
 from .layout import SequenceLayout
 from .options import AttentionOptions
@@ -23,7 +24,6 @@ from .plan import (
     AttentionPlan,
     HeadShare,
     HeadSplit,
-    RankPlan,
     costs,
     head_split,
     plan_attention,
@@ -117,7 +117,7 @@ def flat_options(
     """
     scale, workspace = options.scale, options.workspace
     return FlatOptions(
-        [-1 if isinstance(x, Window) else x or 0 for x in pattern.segment_lengths],
+        tuple([-1 if isinstance(x, Window) else x or 0 for x in pattern.segment_lengths]),
         pattern.dilation_rates,
         pattern.head_offsets,
         pattern.head_branches,
@@ -130,31 +130,23 @@ def flat_options(
         options.backend,
         None if workspace is None else float(workspace),
         needs_gradients,
-        documents or (),
-        lengths or (),
+        tuple(documents or ()),
+        tuple(lengths or ()),
         options.branch_gradients == "detached" and pattern.mixes_branches,
         pattern.slice_for(options.head_slice, num_kv_heads) or (),
-        [side for x in pattern.segment_lengths if isinstance(x, Window) for side in x],
+        tuple([side for x in pattern.segment_lengths if isinstance(x, Window) for side in x]),
         None if options.softcap is None else float(options.softcap),
         num_kv_heads,
     )
-
-
-class PlannedRows(NamedTuple):
-    """Rows of a batch that are computed together, because they are equally long."""
-
-    rows: slice  # evenly spaced: indexing with it gives a view
-    plan: RankPlan
-    gathers: bool  # whether all messages are in flight at once
 
 
 class Resolved(NamedTuple):
     """What a call is, for all calls of its kind."""
 
     shared: Shared | None  # what must be equal on all ranks; None where there is one rank
-    backend: Selection
-    scale: float
-    planned: tuple[PlannedRows, ...]  # all rows of the batch, in the same order on every rank
+    # all rows of the batch, in the same order on every rank: those that are equally long together,
+    # by an evenly spaced slice, which gives a view, and how they are computed
+    planned: tuple[tuple[slice, RingCall], ...]
     heads: HeadShare | None  # of an all-to-all by heads, whose own heads the plans are for
 
 
@@ -180,7 +172,7 @@ def resolve(options: FlatOptions, query: torch.Tensor, ends: Exchange) -> Resolv
         ends.rank,
         ends.world_size,
         _Kind(query.shape, options.num_kv_heads, query.dtype, query.device),
-        FlatOptions._make(tuple(x) if type(x) is list else x for x in options),
+        options,
         wants_same_bits(),
     )
 
@@ -193,7 +185,8 @@ def _resolve(
     _: bool,  # of `wants_same_bits`, on which the back end depends
 ) -> Resolved:
     _check_layout(options, kind.shape[1], rank, world_size)
-    backend = _selected(options, kind)
+    backend, head_dim = _selected(options, kind), kind.shape[3]
+    scale = head_dim**-0.5 if options.scale is None else options.scale
     split = split_of(options, kind.shape, kind.dtype, world_size)
     planned = []
     for rows, plan in plan_rows(options, kind.shape, world_size):
@@ -201,11 +194,14 @@ def _resolve(
         gathers = options.exchange == "gather"
         if options.exchange not in ("ring", "gather") and one.world_size > 1:
             gathers = one.plan.gathers
-        planned.append(PlannedRows(rows, one, gathers))
+        batch = len(range(kind.shape[0])[rows])
+        call = RingCall(
+            one, batch, head_dim, backend, scale, gathers,
+            options.workspace, options.detached, options.softcap,
+        )  # fmt: skip
+        planned.append((rows, call))
     return Resolved(
         Shared.of(_in_words(kind, options, split)) if world_size > 1 else None,
-        backend,
-        kind.shape[3] ** -0.5 if options.scale is None else options.scale,
         tuple(planned),
         None if split is None else split.share_of(rank),
     )

@@ -73,12 +73,13 @@ def run(case, ends, selection, *, gathers=False, workspace=None, detached=False)
     plan = case.plan()
     exchange = LateExchange(ends)
     scale = case.head_dim**-0.5
-    call = RingCall(plan.rank(ends.rank), exchange, selection, scale, gathers, workspace, detached)
+    sizes, options = (case.batch, case.head_dim), (gathers, workspace, detached)
+    call = RingCall(plan.rank(ends.rank), *sizes, selection, scale, *options)
     query, key, value, dout = (
         case.layout.shard(x.to(case.dtype), ends.rank, 1) for x in case.inputs()
     )
-    out, lse = ring_forward(query, key, value, call)
-    gradients = ring_backward(dout, query, key, value, out, lse, call)
+    out, lse = ring_forward(query, key, value, call, exchange)
+    gradients = ring_backward(dout, query, key, value, out, lse, call, exchange)
     return dict(zip(TENSORS, (out, lse, *gradients), strict=True))
 
 

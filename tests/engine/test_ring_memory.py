@@ -113,11 +113,11 @@ def hold(rank, world_size, length):
     shape = 4, 1, rows, HEADS, HEAD_DIM
     query, key, value, dout = torch.zeros(shape, dtype=torch.bfloat16)
     ends = resolve_exchange(world() if world_size > 1 else None)
-    call = RingCall(plan.rank(rank), ends, Selection(NOTHING), 1.0, plan.gathers)
+    call = RingCall(plan.rank(rank), 1, HEAD_DIM, Selection(NOTHING), 1.0, plan.gathers)
     with Held(query) as forward:
-        out, lse = executor.ring_forward(query, key, value, call)
+        out, lse = executor.ring_forward(query, key, value, call, ends)
     with Held(query, out, lse) as backward:
-        executor.ring_backward(dout, query, key, value, out, lse, call)
+        executor.ring_backward(dout, query, key, value, out, lse, call, ends)
     inputs, results = 3 * query.nbytes, out.nbytes + lse.nbytes
     both = inputs + dout.nbytes + results + backward.most
     return [x * SCALE / 2**20 for x in (inputs + forward.most, both)]

@@ -25,7 +25,7 @@ from ring_dilated_attention.exchange import (
     run_loopback,
 )
 from ring_dilated_attention.resolve import FlatOptions
-from ring_dilated_attention.torch_op import BACKWARD, FORWARD, LENGTHS, operator
+from ring_dilated_attention.torch_op import FORWARD, LENGTHS, operator
 
 pytestmark = [  # the compiler's own
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -116,7 +116,7 @@ def test_the_operators_are_what_torch_expects(options, kv_heads, dtype):
     out, lse, identity, _ = FORWARD(*inputs, sink, measured, borders, *options)
     for dlse in (None, torch.ones_like(lse)):
         given = torch.ones_like(out), dlse, *inputs, out, lse, identity, sink, measured, borders
-        opcheck(BACKWARD, (*given, *options))
+        opcheck(operator.BACKWARD, (*given, *options))
     inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # results are contiguous
     opcheck(FORWARD, (*inputs, sink, measured, borders, *options))
 
@@ -406,7 +406,7 @@ def test_several_ranks_cannot_be_captured(monkeypatch):
         agree("LongNet", ends, {}, None, torch.device("cpu"))
         options = DENSE._replace(group=group_name(ends))
         with pytest.raises(RuntimeError, match=f"dilated_attention {refused}"):
-            BACKWARD(tensor, None, *[tensor] * 6, None, None, None, *options)
+            operator.BACKWARD(tensor, None, *[tensor] * 6, None, None, None, *options)
 
     run_loopback(2, rank)
     run_loopback(1, lambda ends: agree("LongNet", ends, {}, None, cuda))

@@ -72,3 +72,11 @@ def test_dilated_attention_where_autograd_is_off():
     for out in outs:
         assert not out.requires_grad
         assert_close_to(out, expected, terms=20 * 16)
+
+
+def test_a_call_passes_the_dispatcher_once():
+    query, key, value, _ = case()
+    with torch.profiler.profile() as profile:
+        dilated_attention(query.requires_grad_(), key, value, PATTERN)
+    names = [event.name for event in profile.events()]
+    assert names.count("ring_dilated_attention::forward") == 1

@@ -221,7 +221,7 @@ def _attend(
     # Taken out of the options: nothing is looked up by the group's name.
     ends = resolve_exchange(one_group(given.pop("group", None), given.pop("mesh", None)))
     query, key, value = autocast_inputs(*tensors)
-    refuse_tangents(_NAME, *(x for x in (query, key, value) if isinstance(x, torch.Tensor)))
+    refuse_tangents(_NAME, query, key, value)
     device = query.device if isinstance(query, torch.Tensor) else torch.device("cpu")
     refuse_capture(_NAME, ends, device)
     with ends.calls.enter(_NAME, "forward") as scope:

@@ -29,10 +29,11 @@ from .own_rows import OwnSchedule, backward_own, forward_own, own_schedule
 
 @dataclass(frozen=True)
 class RingCall:
-    """Everything but the tensors of one call on one rank."""
+    """What calls of one kind are on one rank: everything but their tensors and the exchange."""
 
     plan: RankPlan  # what the rank does
-    exchange: Exchange  # its end of the group
+    batch: int
+    head_dim: int
     backend: Selection  # what computes tiles
     scale: float  # factor on the scores
     gathers: bool  # whether all messages are in flight behind the running compute, or one
@@ -40,14 +41,12 @@ class RingCall:
     detached: bool = False  # whether backward takes the weights of branches for constants
     softcap: float | None = None  # see `TileCall`
 
-    def prepared(self, query: torch.Tensor) -> Prepared:
-        """The call without its tensors and its exchange; kept with its plan for the next one."""
+    @cached_property
+    def prepared(self) -> Prepared:
+        """Its schedules; kept with the plan for calls of other kinds, too."""
         options = self.gathers, self.backend, self.scale, self.softcap, self.workspace
-        key = *options, query.shape[0], query.shape[3]
-        kept = self.plan.prepared
-        found: Prepared = kept.get(key) or keep_few(
-            kept, key, lambda: Prepared(self, query.shape[0], query.shape[3]), _KEPT
-        )
+        key, kept = (*options, self.batch, self.head_dim), self.plan.prepared
+        found: Prepared = kept.get(key) or keep_few(kept, key, lambda: Prepared(self), _KEPT)
         return found
 
 
@@ -67,7 +66,8 @@ class Prepared:
         forward: the actions of forward.
     """
 
-    def __init__(self, call: RingCall, batch: int, head_dim: int) -> None:
+    def __init__(self, call: RingCall) -> None:
+        batch, head_dim = call.batch, call.head_dim
         plan, rounds = call.plan.plan, call.plan.rounds(gathers=call.gathers)
         self._lower = partial(lower, call.plan, gathers=call.gathers)
         self.forward = self._lower(backward=False)
@@ -90,13 +90,13 @@ class Prepared:
 
 
 def ring_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: RingCall, ends: Exchange
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out (B, n, H, D), contiguous, and lse (B, H, n) of this rank: see the operator's docstring.
 
-    Of query (B, n, H, D), key and value (B, n, K, D).
+    Of query (B, n, H, D), key and value (B, n, K, D); `ends` is the rank's end of the group.
     """
-    run = Forward(call, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
+    run = Forward(call, ends, Inputs(*(readable(x, call.backend) for x in (query, key, value))))
     run.all(backward=False)
     return run.out.to(query.dtype), run.lse
 
@@ -109,23 +109,29 @@ def ring_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     call: RingCall,
+    ends: Exchange,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's query, key and value, contiguous: see the operator's docstring.
 
     Of dout (B, n, H, D) and what `ring_forward` took and returned.
     """
     if call.detached and not call.plan.is_alone:
-        return _branch_by_branch(dout, Inputs(query, key, value), lse, call)
+        return _branch_by_branch(dout, Inputs(query, key, value), lse, call, ends)
     dtypes = query.dtype, key.dtype, value.dtype
     dout, query, key, value, out = readable_in_backward(dout, query, key, value, out, call.backend)
-    run = Backward(call, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
+    run = Backward(call, ends, Inputs(query, key, value), Merged(dout, out, lse.contiguous()))
     run.all(backward=True)
     dquery, dkey, dvalue = (x.to(dtype) for x, dtype in zip(run.totals[:3], dtypes, strict=True))
     return dquery, dkey, dvalue
 
 
 def ring_received(
-    dout: torch.Tensor, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, call: RingCall
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,
+    call: RingCall,
+    ends: Exchange,
 ) -> tuple[torch.Tensor]:
     """The gradient P^T dout of this rank's values (B, n, K, D), in float32 or float64.
 
@@ -135,13 +141,13 @@ def ring_received(
     tensors = readable_in_backward(dout, query, key, key, query, call.backend)
     dout, query, key, value, out = tensors
     inputs, merged = Inputs(query, key, value), Merged(dout, out, lse.contiguous())
-    run = Backward(call, inputs, merged, wide=True)
+    run = Backward(call, ends, inputs, merged, wide=True)
     run.all(backward=True)
     return (run.totals.values,)
 
 
 def _branch_by_branch(
-    dout: torch.Tensor, inputs: Inputs, lse: torch.Tensor, call: RingCall
+    dout: torch.Tensor, inputs: Inputs, lse: torch.Tensor, call: RingCall, ends: Exchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ring_backward` where a branch's own out takes the place of the merged one.
 
@@ -151,8 +157,8 @@ def _branch_by_branch(
     total: tuple[torch.Tensor, ...] = ()
     for plan in call.plan.plan.single_branches:
         branch = replace(call, plan=plan.rank(call.plan.index), detached=False)
-        out, _ = ring_forward(*inputs, branch)
-        found = ring_backward(dout, *inputs, out, lse, branch)
+        out, _ = ring_forward(*inputs, branch, ends)
+        found = ring_backward(dout, *inputs, out, lse, branch, ends)
         total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found
     dquery, dkey, dvalue = total
     return dquery, dkey, dvalue
@@ -172,9 +178,9 @@ class _InFlight(NamedTuple):
 class Run:
     """A program that is run on tensors: what both directions have in common."""
 
-    def __init__(self, call: RingCall, inputs: Inputs) -> None:
-        self.call, self.inputs = call, inputs
-        self.prepared = call.prepared(inputs.query)
+    def __init__(self, call: RingCall, ends: Exchange, inputs: Inputs) -> None:
+        self.call, self.ends, self.inputs = call, ends, inputs
+        self.prepared = call.prepared
         self.tile_call, self.own = self.prepared.tile_call, self.prepared.own
         self.sums = Accumulator(inputs.query.device)
         self._fetching: deque[_InFlight] = deque()
@@ -211,7 +217,7 @@ class Run:
             key = self.inputs.keys
             into = key.new_empty(2, key.shape[0], count, key.shape[3], dtype=dtype)
             receive = source, into
-        return _InFlight(self.call.exchange.start(send, receive), rows, into)
+        return _InFlight(self.ends.start(send, receive), rows, into)
 
     def do_wait(self, action: Action) -> None:
         """Wait for the rows of a step."""
@@ -243,15 +249,13 @@ class Forward(Run):
         lse: (B, H, n).
     """
 
-    def __init__(self, call: RingCall, inputs: Inputs) -> None:
-        super().__init__(call, inputs)
+    def __init__(self, call: RingCall, ends: Exchange, inputs: Inputs) -> None:
+        super().__init__(call, ends, inputs)
         query = inputs.query
         batch, length, heads, _ = query.shape
-        create = torch.empty if self.prepared.covers else torch.zeros
-        dtype = sum_dtype(query, self.prepared.additions)
-        self.out = create(query.shape, dtype=dtype, device=query.device)
-        dtype = accumulate_dtype(query.dtype)
-        self.lse = torch.empty(batch, heads, length, dtype=dtype, device=query.device)
+        create = query.new_empty if self.prepared.covers else query.new_zeros
+        self.out = create(query.shape, dtype=sum_dtype(query, self.prepared.additions))
+        self.lse = query.new_empty((batch, heads, length), dtype=accumulate_dtype(query.dtype))
         if not self.prepared.covers:
             self.lse.fill_(-torch.inf)
 
@@ -291,19 +295,15 @@ class Backward(Run):
     """
 
     def __init__(
-        self, call: RingCall, inputs: Inputs, merged: Merged, *, wide: bool = False
+        self, call: RingCall, ends: Exchange, inputs: Inputs, merged: Merged, *, wide: bool = False
     ) -> None:
-        super().__init__(call, inputs)
-        self._merged, query = merged, inputs.query
-        create = torch.empty if self.prepared.covers else torch.zeros
-        heads_per_kv = self.tile_call.heads_per_kv
-        additions, device = self.prepared.additions, query.device
-        of_query, of_keys = (sum_dtype(query, additions * x) for x in (1, heads_per_kv))
+        super().__init__(call, ends, inputs)
+        self._merged, query, additions = merged, inputs.query, self.prepared.additions
+        create = query.new_empty if self.prepared.covers else query.new_zeros
+        of_keys = sum_dtype(query, additions * self.tile_call.heads_per_kv)
         of_keys = accumulate_dtype(query.dtype) if wide else of_keys
-        dquery, dkey, dvalue = (
-            create(x.shape, dtype=dtype, device=device)
-            for x, dtype in zip(inputs, (of_query, of_keys, of_keys), strict=True)
-        )
+        dquery = create(query.shape, dtype=sum_dtype(query, additions))
+        dkey, dvalue = (create(x.shape, dtype=of_keys) for x in inputs[1:])
         self.totals = Gradients(dquery, dkey, dvalue)
         wide = wide or call.plan.plan.returns_wide
         self._returned_dtype = accumulate_dtype(query.dtype) if wide else query.dtype

@@ -1,6 +1,6 @@
 """A call as torch sees it: autograd, torch.compile, fake tensors, FLOP formulas.
 
-`FORWARD` is the operator of every call of `dilated_attention`, `BACKWARD` that of its gradients;
+`FORWARD`, which `call_forward` calls, is the operator of every call of `dilated_attention`;
 importing this room registers them, and `RECEIVED` (what keys receive), `LENGTHS` (of a padding
 mask), `AGREED` (ranks agree on what a module was given), and those of `gelu_norm` and `rotate`.
 `validate_tensors` and `check_padding_mask` refuse arguments; `tell_ranks` and `telling_ranks` raise
@@ -21,9 +21,9 @@ from .agreed import (
 )
 from .derivatives import apply_function, once_differentiable, refuse_tangents
 from .operator import (
-    BACKWARD,
     FORWARD,
     RECEIVED,
+    call_forward,
     validate_sink,
     validate_tensor,
     validate_tensors,
@@ -32,12 +32,12 @@ from .rows import gelu_norm, rotate
 
 __all__ = [
     "AGREED",
-    "BACKWARD",
     "FORWARD",
     "LENGTHS",
     "RECEIVED",
     "agreed",
     "apply_function",
+    "call_forward",
     "check_padding_mask",
     "gelu_norm",
     "lengths_of_mask",

@@ -27,11 +27,12 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any, in_ope
         return apply(*inputs)
 
 
-def refuse_tangents(name: str, *tensors: torch.Tensor) -> None:
+def refuse_tangents(name: str, *tensors: object) -> None:
     """Raise a `NotImplementedError` where an input of `name` has a forward-mode tangent."""
     if forward_ad._current_level < 0:  # tensors have no tangents
         return
-    parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    parts = [forward_ad.unpack_dual(tensor) for tensor in given]  # type: ignore[no-untyped-call]
     if any(part.tangent is not None for part in parts):
         raise NotImplementedError(
             f"{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): "
@@ -80,6 +81,7 @@ class _Once(torch.autograd.Function):
 
 _Library: Any = torch.library.Library  # its methods have no annotations
 LIBRARY = _Library("ring_dilated_attention", "DEF")
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 def define(schema: str) -> Any:
@@ -92,38 +94,54 @@ def implement(
     operator: Any,
     run: Callable[..., Any],
     fake: Callable[..., Any],
-    function: type[torch.autograd.Function] | None = None,
+    function: Any = None,
     name: str = "",
-) -> None:
+) -> Callable[..., Any]:
     """Register functions for an operator.
 
     Args:
         operator: an overload, as `define` returns it.
         run: computes it on any device, below autograd. torch.compile never traces it.
         fake: returns empty tensors like the results.
-        function: the derivative, if tensors among the first four inputs have gradients; has a
-            `setup_context`, and `below_autograd` as its forward.
+        function: the derivative, a `torch.autograd.Function` of the tensors among the inputs, which
+            come first, and a tuple of the others, with a `setup_context`; its forward is set here.
             (`torch.library.register_autograd` takes 30 us more a call.)
         name: of the function in messages.
+
+    Returns:
+        What calls the operator, and passes the dispatcher, which converts all inputs, once where
+        nothing above the derivative is to see the call.
     """
     registered = operator._schema.name.partition("::")[2]
     LIBRARY.impl(registered, untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(operator, fake, lib=LIBRARY)
     if function is None:
-        return
-    derivative = function
+        return operator  # type: ignore[no-any-return]
+    count = sum("Tensor" in str(x.type) for x in operator._schema.arguments)
 
     def autograd(*inputs: Any) -> Any:
-        tensors = [x for x in inputs[:4] if isinstance(x, torch.Tensor)]
+        tensors = inputs[:count]
         refuse_tangents(name, *tensors)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return apply_function(derivative, *inputs, in_operator=True)
-        return below_autograd(operator, *inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return apply_function(function, *tensors, inputs[count:], in_operator=True)
+        return below(*inputs)
 
-    LIBRARY.impl(registered, untraced(autograd), "Autograd")
+    def below(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
 
+    function.forward = staticmethod(lambda *inputs: below(*inputs[:-1], *inputs[-1]))
+    derived = untraced(autograd)
+    LIBRARY.impl(registered, derived, "Autograd")
 
-def below_autograd(operator: Any, *inputs: Any) -> Any:
-    """Call an operator's implementation, past the one for autograd."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*inputs)
+    def call(*inputs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._get_tracing_state() is not None
+            or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+        ):
+            return operator(*inputs)
+        return derived(*inputs)
+
+    return call

@@ -22,7 +22,6 @@ from ..choice import ROWS
 from ..engine import (
     HeadExchange,
     Peers,
-    RingCall,
     kernels_on,
     merge_sink,
     ring_backward,
@@ -38,7 +37,7 @@ from ..plan import costs
 from ..resolve import FlatOptions, Resolved, check_integers, plan_rows, resolve, split_of
 from ..tiles import accumulate_dtype
 from .agreed import KNOWN_LENGTHS, refuse_in_graphs
-from .derivatives import LIBRARY, below_autograd, define, implement, once_differentiable
+from .derivatives import LIBRARY, define, implement, once_differentiable
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -204,12 +203,8 @@ class RingDilatedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:  # noqa: D102
-        return below_autograd(FORWARD, *inputs)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: D102
-        query, key, value, sink, measured, borders, *options = inputs
+        query, key, value, sink, measured, borders, options = inputs
         out, lse, identity, of_heads = output
         if of_heads:
             rows, own_out, own_lse = of_heads
@@ -238,7 +233,7 @@ class RingDilatedAttention(torch.autograd.Function):
 
         *found, dsink = once_differentiable("dilated_attention", gradient, dout, dlse, *saved)
         gradients = *found, None if saved[6] is None else dsink
-        return *gradients, *[None] * (2 + len(options))
+        return *gradients, None, None, None
 
 
 _Four: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -261,7 +256,7 @@ def _forward(
         identity = _identity(named.group, query, scope.call.number)
         tensors, of_heads = [query, key, value], []
         if resolved.heads is None:
-            out, lse = _by_rows(ring_forward, tensors, named, ends, resolved)
+            out, lse = _by_rows(ring_forward, tensors, ends, resolved)
             if sink is not None:
                 merge_sink(sink, out, lse)
         else:
@@ -270,7 +265,7 @@ def _forward(
                 rows = swap.to_heads(*tensors)
                 heads = resolved.heads.query_heads
                 own = rows_of_heads(rows, heads.stop - heads.start)
-                own_out, own_lse = _by_rows(ring_forward, own, named, ends, resolved)
+                own_out, own_lse = _by_rows(ring_forward, own, ends, resolved)
                 if sink is not None:
                     merge_sink(sink[heads], own_out, own_lse)
                 (out,) = swap.to_rows(own_out)
@@ -284,7 +279,6 @@ def _forward(
 def _by_rows(
     ring: Callable[..., Sequence[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
-    options: FlatOptions,
     ends: Exchange,
     resolved: Resolved,
 ) -> Sequence[torch.Tensor]:
@@ -293,26 +287,20 @@ def _by_rows(
     among: Any = ends
     if resolved.heads is not None:
         among = Peers(ends, resolved.heads.peers)
-    for rows, plan, gathers in resolved.planned:
-        call = RingCall(
-            plan, among, resolved.backend, resolved.scale, gathers,
-            options.workspace, options.detached, options.softcap,
-        )  # fmt: skip
+    for rows, call in resolved.planned:
         if len(resolved.planned) == 1:
-            return ring(*tensors, call)
-        found = ring(*[x[rows] for x in tensors], call)
+            return ring(*tensors, call, among)
+        found = ring(*[x[rows] for x in tensors], call, among)
         whole = whole or [x.new_empty((len(tensors[0]), *x.shape[1:])) for x in found]
         for result, part in zip(whole, found, strict=True):
             result[rows] = part
     return whole
 
 
-def _identity(group: str, query: torch.Tensor, number: int | None = None) -> torch.Tensor:
+def _identity(group: str, query: torch.Tensor, number: int = 0) -> torch.Tensor:
     """The number of a call, where there is a group; else nothing to wait for."""
     if not group:
-        return torch.empty(0, dtype=torch.int64, device=query.device)
-    if number is None:
-        return torch.empty((), dtype=torch.int64)
+        return query.new_empty(0, dtype=torch.int64)
     return torch.scalar_tensor(number, dtype=torch.int64)
 
 
@@ -348,10 +336,10 @@ def _sink_gradient(
     slope = torch.empty_like(lse)
     row_sums(dout, out, slope)
     slope = slope.neg_() if dlse is None else dlse - slope
-    for rows, one, _ in call.planned:
-        plan = one.plan
+    for rows, one in call.planned:
+        plan = one.plan.plan
         if plan.documents[-1] < plan.layout.length:
-            positions = plan.layout.positions(one.index, device=lse.device)
+            positions = plan.layout.positions(one.plan.index, device=lse.device)
             slope[rows].masked_fill_(positions >= plan.documents[-1], 0)
     return (torch.exp(sink.to(lse.dtype)[:, None] - lse) * slope).sum((0, 2))
 
@@ -378,13 +366,13 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *inputs: Any) -> _F
         resolved = resolve(named, tensors[0], ends)
         heads = slice(None)
         if resolved.heads is None:
-            found = _by_rows(ring_backward, tensors, named, ends, resolved)
+            found = _by_rows(ring_backward, tensors, ends, resolved)
         else:
             swap = HeadExchange(resolved.heads, ends)
             heads = resolved.heads.query_heads
             with kernels_on(query.device):
                 (tensors[0],) = rows_of_heads(swap.to_heads(tensors[0]))
-                found = _by_rows(ring_backward, tensors, named, ends, resolved)
+                found = _by_rows(ring_backward, tensors, ends, resolved)
                 found = swap.to_rows(*found)
         dsink = dout.new_empty(0) if sink is None else torch.zeros_like(sink)
         if sink is not None:
@@ -427,7 +415,7 @@ def _received(
             for column, (member, w) in enumerate(some):
                 dout[:, :, :, member, column] = weights[w][:, :, None]
             tensors = dout.flatten(2, 3), query, key, lse
-            (dvalue,) = _by_rows(ring_received, tensors, named, ends, resolved)
+            (dvalue,) = _by_rows(ring_received, tensors, ends, resolved)
             for column, (member, w) in enumerate(some):
                 found[w, :, :, :, member] = dvalue[..., column]
         by_head: torch.Tensor = found.flatten(3).transpose(2, 3).contiguous()
@@ -441,13 +429,13 @@ implement(
 
 def _options(measured: Any, borders: Any, *options: Any) -> FlatOptions:
     """The options of an operator, in which integers in tensors take their place."""
-    named = FlatOptions(*options)
+    named = FlatOptions._make([tuple(x) if type(x) is list else x for x in options])
     if measured is not None:
         refuse_in_graphs("lengths in a tensor", "pass a list of ints")
-        named = named._replace(lengths=measured.tolist())
+        named = named._replace(lengths=tuple(measured.tolist()))
     if borders is not None:
         refuse_in_graphs("documents in a tensor", "pass a list of ints")
-        named = named._replace(documents=borders.tolist())
+        named = named._replace(documents=tuple(borders.tolist()))
     return named
 
 
@@ -486,7 +474,9 @@ def _fake_backward(dout: torch.Tensor, *inputs: Any) -> _Four:
     return dout.new_empty(dout.shape), dout.new_empty(of_keys), dout.new_empty(of_keys), dsink
 
 
-implement(FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention")
+call_forward = implement(
+    FORWARD, _forward, _fake_forward, RingDilatedAttention, "dilated_attention"
+)
 implement(BACKWARD, _backward, _fake_backward)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from .. import kernels
 from ..engine import kernels_on
-from .derivatives import below_autograd, define, implement, once_differentiable
+from .derivatives import define, implement, once_differentiable
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -39,16 +39,12 @@ def gelu_norm(
     Returns:
         The shape and dtype of `rows`, contiguous.
     """
-    normed: torch.Tensor = GELU_NORM(rows, weight, bias, eps)[0]
+    normed: torch.Tensor = _normed(rows, weight, bias, eps)[0]
     return normed
 
 
 class _GeluNorm(torch.autograd.Function):
     """Saved: rows, weight, bias, and the mean and the deviation of each row's GELU."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return below_autograd(GELU_NORM, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -87,7 +83,7 @@ def _fake_gelu_norm_backward(dnormed: torch.Tensor, *inputs: torch.Tensor) -> _T
     return rows, weight, bias
 
 
-implement(GELU_NORM, _gelu_norm, _fake_gelu_norm, _GeluNorm, "a GELU and its norm")
+_normed = implement(GELU_NORM, _gelu_norm, _fake_gelu_norm, _GeluNorm, "a GELU and its norm")
 implement(GELU_NORM_BACKWARD, _gelu_norm_backward, _fake_gelu_norm_backward)
 
 
@@ -110,7 +106,7 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
     Returns:
         Both rotated, contiguous.
     """
-    rotated: _Pair = ROTATE(query, key, cos, sin, False)
+    rotated: _Pair = _rotated(query, key, cos, sin, False)
     return rotated
 
 
@@ -118,13 +114,9 @@ class _Rotate(torch.autograd.Function):
     """Linear in query and key: its gradient is its transpose, whose gradient is the rotation."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return below_autograd(ROTATE, *inputs)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs[2:4])
-        ctx.transposed = inputs[4]
+        (ctx.transposed,) = inputs[4]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -143,7 +135,7 @@ def _rotate(
         return kernels.rows.rotate_rows(query, key, cos, sin, transposed)
 
 
-implement(
+_rotated = implement(
     ROTATE,
     _rotate,
     lambda query, key, *_: (query.new_empty(query.shape), key.new_empty(key.shape)),

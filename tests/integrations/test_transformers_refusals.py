@@ -384,7 +384,7 @@ def test_ranks_refuse_more_positions_than_a_table_has(name):
     head = "LMHeadModel" if name in ("CTRL", "GPT2") else "ForCausalLM"
     model = make(name, head=head, max_position_embeddings=40, rotary_dim=4).eval()
     if not model._can_set_attn_implementation():  # CodeGen, GPT-J before transformers 5.24
-        with pytest.raises(ValueError, match="cannot set the attention of a .*; upgrade it"):
+        with pytest.raises(ValueError, match="cannot set the attention of a"):
             set_attention(model, PATTERN)
         return
     set_attention(model, PATTERN)

@@ -382,7 +382,8 @@ def test_a_loss_that_one_rank_refuses_is_an_error_in_the_next_call_of_others():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # GPTBigCode, with torch 2.14
 def test_ranks_refuse_more_positions_than_a_table_has(name):
     head = "LMHeadModel" if name in ("CTRL", "GPT2") else "ForCausalLM"
-    model = make(name, head=head, max_position_embeddings=40, rotary_dim=4).eval()
+    changes = {"max_position_embeddings": 40, "rotary_dim": 4, "attn_implementation": "eager"}
+    model = make(name, head=head, **changes).eval()
     if not model._can_set_attn_implementation():  # CodeGen, GPT-J before transformers 5.24
         with pytest.raises(ValueError, match="cannot set the attention of a"):
             set_attention(model, PATTERN)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.tolerances import FLOAT32, MKL_IS_TOLD, assert_same, rounding_bound
+from support.tolerances import BITS_MAY_DIFFER, FLOAT32, assert_same, rounding_bound
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -59,9 +59,10 @@ def leaves(length, *, kv_heads=4, dtype=torch.float32, device="cpu"):
 
 
 def results(function, tensors, **options):
-    """Out, lse and gradients."""
+    """Out, lse and gradients of both: a graph passes zeros for one that is not used, eager none."""
     out, lse = function(*tensors, **options)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+    loss = out.square().sum() + lse.clamp(min=-9).sum()  # -inf has no gradient
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
 
 
 def attention(query, key, value, *, pattern=PATTERN, **options):
@@ -343,7 +344,7 @@ def test_process_groups_compile():
     for errors in run_ranks(_groups, 2):
         assert max(errors) < FLOAT32
         # Of the first length, which is no symbol: by heads, as eager.
-        assert MKL_IS_TOLD or not any(errors[:5])
+        assert BITS_MAY_DIFFER or not any(errors[:5])
         assert any(errors[5:10])  # of a symbol: ring or gather, which add up in another order
 
 

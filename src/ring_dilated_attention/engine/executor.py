@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from ..exchange import Exchange, Pending
-from ..kernels import keep_few
 from ..plan import Action, Message, RankPlan, TileGroup, lower
 from ..tiles import Selection, accumulate_dtype
 from . import compute, transfer
@@ -43,19 +42,18 @@ class RingCall:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """Its schedules; kept with the plan for calls of other kinds, too."""
-        options = self.gathers, self.backend, self.scale, self.softcap, self.workspace
-        key, kept = (*options, self.batch, self.head_dim), self.plan.prepared
-        found: Prepared = kept.get(key) or keep_few(kept, key, lambda: Prepared(self), _KEPT)
-        return found
+        """Its schedules."""
+        return Prepared(self)
 
-
-_KEPT = 16
-"""Number of `Prepared` that a plan keeps."""
+    @cached_property
+    def branches(self) -> list[RingCall]:
+        """A call of each branch by itself."""
+        ranks = (plan.rank(self.plan.index) for plan in self.plan.plan.single_branches)
+        return [replace(self, plan=rank, detached=False) for rank in ranks]
 
 
 class Prepared:
-    """Schedules, shared by all calls of one plan, shape and back end.
+    """Schedules, shared by all calls of one kind.
 
     Attributes:
         covers: whether nothing is there to add to: groups that come first store their results.
@@ -155,8 +153,7 @@ def _branch_by_branch(
     again: to keep it would take as many tensors as there are branches.
     """
     total: tuple[torch.Tensor, ...] = ()
-    for plan in call.plan.plan.single_branches:
-        branch = replace(call, plan=plan.rank(call.plan.index), detached=False)
+    for branch in call.branches:
         out, _ = ring_forward(*inputs, branch, ends)
         found = ring_backward(dout, *inputs, out, lse, branch, ends)
         total = tuple(a.add_(b) for a, b in zip(total, found, strict=True)) if total else found

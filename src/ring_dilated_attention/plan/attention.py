@@ -260,7 +260,6 @@ class RankPlan:
         world_size: number of ranks.
         covers: whether the first group has every local row of every head as query and as key once.
             It then needs no result to add to.
-        prepared: what is kept for running it: see `engine.RingCall`.
     """
 
     FEW_ADDITIONS = FEW_ADDITIONS
@@ -269,7 +268,6 @@ class RankPlan:
         self.plan = plan
         self.index = rank
         self.world_size = plan.layout.world_size
-        self.prepared: dict[Hashable, Any] = {}
         self._steps: dict[int, Step] = {}
         self._known: dict[Hashable, Any] = {}
         self._parts = plan.parts_of(rank)

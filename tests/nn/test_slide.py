@@ -353,6 +353,31 @@ def test_compiled_slides_of_changing_lengths_on_a_gpu():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("default")])],
+)
+def test_one_graph_computes_packs_of_any_slides(device):
+    """torch 2.11 reads borders that are a slice from the start of the whole, in code for GPUs."""
+    model = encoder(embed_dim=64, ffn_dim=96)
+    packs = [[300, 411, 90], [7, 0, 500, 130, 60], [611, 1, 2, 300]]
+    packed = [(slide(sum(tiles)), torch.tensor([0, *tiles]).cumsum(0)) for tiles in packs]
+    sizes = [torch.tensor([256.0, 448.5, 100.0, 64.0, 300.0])[: len(tiles)] for tiles in packs]
+    calls = [
+        (*rows, {"documents": documents, "tile_size": size})
+        for (rows, documents), size in zip(packed, sizes, strict=True)
+    ]
+    wanted = [step(model, x, y, **options) for x, y, options in calls]
+    model = model.float().to(device)
+    on_gpu = device == "cuda"
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if on_gpu else "aot_eager")
+    for (features, coordinates, options), (want, expected) in zip(calls, wanted, strict=True):
+        with torch.autocast("cuda", torch.float16, enabled=on_gpu):
+            got = step(compiled, features.float().to(device), coordinates.to(device), **options)
+        assert_half(*got, want, expected)
+    torch._dynamo.reset()
+
+
 def test_an_adapter_in_a_hook_of_the_mlp_is_trained():
     """Only plain modules are recomputed without calling them as a checkpoint would."""
     model = encoder()

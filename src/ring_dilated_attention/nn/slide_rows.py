@@ -177,7 +177,7 @@ def rows_of_pack(
     )
     rows = _tile_rows(cls, tiles)
     where = rows if layout is None else layout.positions(rank, device=features.device)[rows]
-    of_tiles = torch.bucketize(where, starts[1:])  # none of which is a tile
+    of_tiles = torch.bucketize(where, starts, right=True) - 1
     return Rows(
         {"documents": given, "layout": layout},
         len(own),

@@ -271,11 +271,8 @@ def train(
     model = make_model(arm, shape, seed, device)
     for block in model.blocks if compiles else ():
         block.compile(dynamic=False)
-    matrices = [x for x in model.blocks.parameters() if x.dim() == 2]
-    others = [x for x in model.parameters() if all(x is not y for y in matrices)]
-    optimizers = (
-        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     per_step, steps = step_tokens // shape.longest, tokens // step_tokens
     generator = torch.Generator().manual_seed(seed)
@@ -299,10 +296,9 @@ def train(
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(total)
     if on_cuda:
         torch.cuda.synchronize()

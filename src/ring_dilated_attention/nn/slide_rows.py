@@ -177,7 +177,7 @@ def rows_of_pack(
     )
     rows = _tile_rows(cls, tiles)
     where = rows if layout is None else layout.positions(rank, device=features.device)[rows]
-    of_tiles = torch.bucketize(where, starts, right=True) - 1
+    of_tiles = torch.bucketize(where, starts, right=True) - 1  # torch 2.11 compiles a slice wrongly
     return Rows(
         {"documents": given, "layout": layout},
         len(own),

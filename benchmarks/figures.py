@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +30,10 @@ DENSE = DilatedPattern.dense()
 SIZE = costs.TensorSize(batch=1, head_dim=128, element_size=2)
 RESULTS = Path(__file__).parent / "results"
 BOTH, FORWARD = "forward_backward", "forward"
-OURS_AND_CP = ("ours", "cp:allgather", "cp:alltoall")
 NAMES = {
     "ours": "this library",
     "torchscale": "gather/scatter, FA2",
     "torchscale:cudnn": "gather/scatter, cuDNN",
-    "cp:allgather": "context_parallel, all-gather",
-    "cp:alltoall": "context_parallel, all-to-all",
     "sdpa:cudnn": "torch SDPA (cuDNN)",
     "flash4": "flash-attn-4",
 }
@@ -69,7 +65,7 @@ def ms(row, direction=BOTH):
 
 def color_of(style, contender):
     """The colour of a contender of `rda bench`."""
-    places = {"torchscale": 0, "flash4": 1, "cp": 2, "sdpa": 3}
+    places = {"torchscale": 0, "flash4": 1, "sdpa": 3}
     kind = contender.split(":")[0]
     return style.branches[1] if kind == "ours" else style.ranks[places[kind]]
 
@@ -348,69 +344,6 @@ def attention_speed(style):
     return figure
 
 
-def gpu_rows(gpus, table, **case):
-    """Rows by the number of GPUs and the contender, of the run on up to 2 or 4 GPUs."""
-    found = rows(f"many_gpus_x{gpus}.json", table, **case)
-    return {(row["ranks"], row["contender"]): row for row in found}
-
-
-def gpu_memory(style):
-    """GiB per GPU on 1, 2 and 4 GPUs, ours and torch's context_parallel."""
-    note = "Dense causal, 16 × 128, bf16, forward + backward: inputs and peak of the fullest H200."
-    figure = new_figure(style, 5.2, "Memory per GPU: lower is better", note)
-    for axes, length in zip(figure.subplots(2, 1), (65536, 262144), strict=True):
-        found = {**gpu_rows(2, "dense", length=length), **gpu_rows(4, "dense", length=length)}
-        for contender, line, up in zip(OURS_AND_CP, ("-", "-", ":"), (0, 7, -7), strict=True):
-            own = [found[gpus, contender]["derived"][BOTH] for gpus in (1, 2, 4)]
-            memory, color = [x["memory_total"] / 2**30 for x in own], color_of(style, contender)
-            axes.plot([1, 2, 4], memory, color=color, linestyle=line, marker="o", linewidth=2)
-            words = f"{NAMES[contender]}: {memory[-1]:.1f}"
-            label(axes, (4, memory[-1]), words, color, (8, up))
-        axes.set(xticks=[1, 2, 4], ylim=(0, None), xlabel="GPUs", ylabel="GiB per GPU")
-        draw.dress(axes, style, grid="y")
-        draw.set_titles(axes, style, f"{length:,} tokens")
-    return figure
-
-
-def speed_per_gpu(style):
-    """How much of one GPU's speed each of several has, ours and torch's context_parallel."""
-    cases = {
-        "dilated, across GPUs": ("crossing", {"is_causal": False}),
-        "the same, causal": ("crossing", {"is_causal": True}),
-        "dense causal, 262,144": ("dense", {"length": 262144}),
-        "dense causal, 65,536": ("dense", {"length": 65536}),
-        "LongNet: separate jobs": ("longnet", {"is_causal": False}),
-    }
-    note = (
-        "This library's time on 1 GPU / (GPUs × time on them), in one run on H200s of one host. "
-        "Filled: forward + backward, empty: forward.\nDilated; LongNet (closed in blocks of "
-        "32,768): 1,048,576 tokens, 12 × 128; dense: 16 × 128; bf16; zigzag if causal.\n"
-        "With flash-attn-4 inside, as here, context_parallel is as fast at 262,144 tokens."
-    )
-    figure = new_figure(style, 5.2, "Speed per GPU: higher is better", note)
-    axes, names = figure.subplots(), []
-    for name, (table, case) in cases.items():
-        for gpus in (2, 4):
-            found = gpu_rows(gpus, table, **case)
-            for kind, way in product(OURS_AND_CP, (BOTH, FORWARD)):
-                if (gpus, kind) in found:
-                    share = ms(found[1, "ours"], way) / gpus / ms(found[gpus, kind], way)
-                    face = color_of(style, kind) if way == BOTH else "none"
-                    look = {"color": color_of(style, kind), "markerfacecolor": face}
-                    axes.plot(100 * share, len(names), "o", markersize=7.5, **look)
-            names.append(f"{name}: {gpus} GPUs" if gpus == 2 else "4 GPUs")
-        axes.axhline(len(names) - 0.5, color=style.faint, linewidth=1)
-    axes.axvline(100, color=style.ink, linewidth=1.2)
-    dress_bars(axes, style, " ", names, 101.5)
-    axes.set(xlim=(65, 101.5), xticks=range(65, 101, 5))
-    axes.set_xlabel("% of one GPU's speed, from 65; line: linear scaling")
-    draw.dress(axes, style, spines=("bottom",), grid="x")
-    axes.tick_params(axis="y", labelcolor=style.ink)
-    label(axes, (65, -0.5), "● this library", color_of(style, "ours"), (0, 10))
-    label(axes, (76, -0.5), "● context_parallel, cuDNN inside", color_of(style, "cp"), (0, 10))
-    return figure
-
-
 DRAWN = (
     hero,
     mask_by_branch,
@@ -422,8 +355,6 @@ DRAWN = (
     received_by_layer,
     slide_step,
     attention_speed,
-    gpu_memory,
-    speed_per_gpu,
 )
 FIGURES = {function.__name__.replace("_", "-"): function for function in DRAWN}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -47,9 +48,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Time a step of each kind at each size."""
-    stand_in_for_what_torchscale_imports()
-    sys.path.insert(0, str(torchscale))
-    torch.set_float32_matmul_precision("high")
+    use(torchscale)
     found = []
     for count in map(int, tiles.split(",")):
         for kind in kinds.split(","):
@@ -58,8 +57,10 @@ def main(
     write(out, torch.device("cuda"), found)
 
 
-def stand_in_for_what_torchscale_imports() -> None:
-    """Modules of which an encoder without dropout needs nothing, and flash-attn's function."""
+def use(torchscale: Path) -> None:
+    """Import from a clone, with stand-ins of what an encoder without dropout needs nothing of."""
+    torch.set_float32_matmul_precision("high")
+    sys.path.insert(0, str(torchscale))
     names = ["fairscale", "fairscale.nn", "timm", "timm.models", "timm.models.layers"]
     if find_spec("flash_attn") is None:  # else flash-attn-4's, whose kernels we may use
         names.append("flash_attn")
@@ -78,19 +79,37 @@ def _flash_attention_2(
     return out.transpose(1, 2), lse, None
 
 
-def make(kind: str, layers: int) -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """A model, and the loss of a batch of features."""
+def make(kind: str, layers: int) -> Callable[..., torch.Tensor]:
+    """A step of training on features and, for `SlideEncoder`, its other arguments: the loss."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     if kind.startswith("SlideEncoder"):
-        slide = SlideEncoder(SlideEncoderConfig(num_layers=layers, in_dim=768)).cuda()
-        encode: Any = torch.compile(slide) if "compiled" in kind else slide
+        model: Any = SlideEncoder(SlideEncoderConfig(num_layers=layers, in_dim=768)).cuda()
+        run: Any = torch.compile(model, dynamic=True) if "compiled" in kind else model
+    else:
+        model = torchscales(kind, layers)
+        run = torch.compile(model) if "compiled" in kind else model
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    scaler = torch.amp.GradScaler()
 
-        def loss(features: torch.Tensor) -> torch.Tensor:
-            places = torch.zeros(1, features.shape[1], 2, dtype=torch.long, device="cuda")
-            found: torch.Tensor = encode(features, places).cls.float().mean()
-            return found
+    def step(features: torch.Tensor, *places: torch.Tensor, **packed: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            if places:
+                out = run(features, *places, **packed).cls
+            else:
+                out = run(src_tokens=None, token_embeddings=features)["encoder_out"]
+            loss: torch.Tensor = out.float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
 
-        return slide, loss
+    return step
+
+
+def torchscales(kind: str, layers: int) -> torch.nn.Module:
+    """An encoder of torchscale, with its attention replaced or not."""
     from torchscale.architecture.config import EncoderConfig
     from torchscale.model.LongNet import LongNetEncoder
 
@@ -112,27 +131,17 @@ def make(kind: str, layers: int) -> tuple[torch.nn.Module, Callable[[torch.Tenso
     if kind != "torchscale":
         gradients = "exact" if "exact" in kind else "detached"
         replace_dilated_attention(model, branch_gradients=gradients)
-    run: Any = torch.compile(model) if "compiled" in kind else model
-    return model, lambda x: run(src_tokens=None, token_embeddings=x)["encoder_out"].float().mean()
+    return model
 
 
 def measure(kind: str, positions: int, repeats: int, layers: int) -> dict[str, Any]:
     """Steps of one kind at one size."""
-    torch._dynamo.reset()
-    model, loss_of = make(kind, layers)
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-4), torch.amp.GradScaler()
-    length = positions - kind.startswith("SlideEncoder")  # it adds a class token
-    features = torch.randn(1, length, 768, device="cuda")
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
-            loss = loss_of(features)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
+    is_ours = kind.startswith("SlideEncoder")
+    length = positions - is_ours  # it adds a class token
+    given = [torch.randn(1, length, 768, device="cuda")]
+    if is_ours:
+        given.append(torch.zeros(1, length, 2, dtype=torch.long, device="cuda"))
+    step = partial(make(kind, layers), *given)
     device = torch.device("cuda")
     step()  # compiles
     torch.cuda.reset_peak_memory_stats()

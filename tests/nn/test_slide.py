@@ -373,8 +373,9 @@ def test_one_graph_computes_packs_of_any_slides(device):
     compiled = torch.compile(model, fullgraph=True, backend="inductor" if on_gpu else "aot_eager")
     for (features, coordinates, options), (want, expected) in zip(calls, wanted, strict=True):
         with torch.autocast("cuda", torch.float16, enabled=on_gpu):
-            got = step(compiled, features.float().to(device), coordinates.to(device), **options)
-        assert_half(*got, want, expected)
+            given = features.float().to(device), coordinates.to(device)
+            loss, gradients = step(compiled, *given, **options)
+        assert_half(loss, gradients, want, expected)
     torch._dynamo.reset()
 
 

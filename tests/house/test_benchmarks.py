@@ -63,7 +63,7 @@ def test_eight_gpus_measures_all_that_compute_a_row_and_compares_them(tmp_path):
 def test_quality_trains_tests_and_writes_its_page(tmp_path):
     pytest.importorskip("matplotlib")
     arms = "longnet_32k_detached,window_and_dense,slide_closed"
-    words = ["--small", "--eager", "--out", str(tmp_path), "--arms", arms, "--seeds", "0"]
+    words = ["--small", "--out", str(tmp_path), "--arms", arms, "--seeds", "0"]
     done = run_program(FOLDER / "quality.py", words, 0)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "window_and_dense-0.json").read_text())["found"]

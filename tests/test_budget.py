@@ -10,21 +10,21 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 BUDGET = {
     "bench": (812, 4),
     "checks": (1_453, 6),
-    "cli": (1_284, 7),
+    "cli": (1_306, 7),
     "decode": (1_605, 5),
-    "draw": (726, 5),
+    "draw": (733, 5),
     "engine": (2_215, 9),
     "exchange": (1_498, 6),
     "integrations": (3_248, 11),
     "kernels": (3_387, 10),
-    "nn": (3_948, 16),
+    "nn": (3_946, 16),
     "parallel": (997, 4),
     "plan": (2_937, 9),
-    "the root": (2_553, 11),
+    "the root": (2_546, 11),
     "tiles": (1_106, 6),
     "torch_op": (1_211, 5),
 }
-MOST_TESTS = 23_600
+MOST_TESTS = 23_630
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

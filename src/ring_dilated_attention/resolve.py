@@ -351,9 +351,3 @@ def _digest(numbers: Sequence[int]) -> str:
         return "None"
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
     return in_words(numbers) + f" ({digest})" * (len(numbers) > SHOWN)
-
-
-def forget_plans() -> None:
-    """Drop what is kept of the calls so far: plans, schedules."""
-    for kept in (_resolved, _resolved_packed, _plan):
-        kept.cache_clear()

@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imsave
 from support.launched import run_program
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 
 WIDTH = 12
 SIZES = {"a": 40, "b": 3, "c": 17, "d": 1, "e": 25}
+ATTRIBUTES = {"patch_size_level0": 512, "target_magnification": 20}
 
 
 def rda(*arguments):
@@ -30,7 +32,7 @@ def cohort(tmp_path):
         with h5py.File(tmp_path / "slides" / f"{name}.h5", "w") as file:
             file["features"] = rng.normal(size=(tiles, WIDTH)).astype(np.float16)
             file["coords"] = 512 * cells
-            file["coords"].attrs.update(patch_size_level0=512, target_magnification=20)
+            file["coords"].attrs.update(ATTRIBUTES)
     torch.manual_seed(0)
     config = SlideEncoderConfig(
         in_dim=WIDTH, num_layers=2, embed_dim=32, ffn_dim=48, segment_lengths=[8, None],
@@ -64,10 +66,7 @@ def test_embeddings_are_those_of_one_slide_after_another(pool, layer, cohort):
             assert file["features"].shape == (32,)
             assert file["features"].attrs["name"] == name
             assert file["coords"].shape == (tiles, 2)
-            assert dict(file["coords"].attrs) == {
-                "patch_size_level0": 512,
-                "target_magnification": 20,
-            }
+            assert dict(file["coords"].attrs) == ATTRIBUTES
             torch.testing.assert_close(torch.tensor(file["features"][:]), expected[0, 0])
             assert np.array_equal(file["coords"], coords)
 
@@ -125,6 +124,21 @@ def test_heat_maps_show_the_attention_of_each_tile(pool, cohort):
         assert [(int(row["x"]), int(row["y"])) for row in rows] == [*map(tuple, coords.tolist())]
         found = torch.tensor([float(row["attention"]) for row in rows])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_thumbnails_show_through_tiles(cohort):
+    (cohort / "thumbs").mkdir()
+    for name in "ab":  # b's file does not say how large its slide is
+        imsave(cohort / "thumbs" / f"{name}.png", np.zeros((50, 60, 3)))
+    with h5py.File(cohort / "slides" / "a.h5", "a") as file:
+        file["coords"].attrs.update(level0_width=6000, level0_height=5000)
+    plain = rda(*given(cohort, f"--heatmap={cohort / 'plain'}"))
+    done = rda(*given(cohort, f"--heatmap={cohort / 'maps'}", f"--thumbnails={cohort / 'thumbs'}"))
+    assert plain.exit_code == done.exit_code == 0, done.output
+    assert "note" not in plain.stderr
+    assert [f"{x}.h5 has no thumbnail" in done.stderr for x in "abc"] == [False, True, True]
+    same = [len({(cohort / x / f"{y}.png").read_bytes() for x in ("plain", "maps")}) for y in "ab"]
+    assert same == [2, 1]
 
 
 def test_files_that_cannot_be_used_are_a_line_each(cohort):

@@ -249,3 +249,10 @@ def test_tiles_are_drawn_where_they_are():
     assert len(axes.figure.axes) == 2  # the colour bar's, too
     (single,) = draw_tiles(np.array([[5, 5]]), np.array([3.0]), 256.0).images
     assert tuple(single.get_extent())[:2] == (5, 261)
+    thumbnail = np.zeros((20, 30, 3)), (3000, 2000)
+    axes = draw_tiles(coordinates, np.array([0.0, 1.0, 2.0]), 100.0, thumbnail=thumbnail)
+    over, below = axes.images
+    assert over.get_alpha() == 0.5
+    assert over.get_zorder() > below.get_zorder()
+    assert tuple(below.get_extent()) == (0, 3000, 2000, 0)
+    assert (axes.get_xlim(), axes.get_ylim()) == ((700, 1100), (250, 50))

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.plans import forget_plans
 from support.tolerances import FLOAT64
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
@@ -13,7 +14,7 @@ from ring_dilated_attention.engine import compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import keep_few
 from ring_dilated_attention.plan import AttentionPlan, RankPlan
-from ring_dilated_attention.resolve import FEW_DOCUMENTS, KINDS_KEPT, PACKED_KEPT, forget_plans
+from ring_dilated_attention.resolve import FEW_DOCUMENTS, KINDS_KEPT, PACKED_KEPT
 
 
 @pytest.fixture

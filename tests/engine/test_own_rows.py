@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.plans import forget_plans
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import Case, ViewKind, combine, run_case
@@ -21,7 +22,6 @@ from ring_dilated_attention.engine import TileCall, executor, own_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels.own_programs import build_programs
 from ring_dilated_attention.plan import OwnRange
-from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import Limits, Selection, backend_named
 
 pytest.importorskip("triton")

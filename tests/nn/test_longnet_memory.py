@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 import torch
+from support.plans import forget_plans
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.engine import BACKWARD_WORKSPACE, TileCall
 from ring_dilated_attention.nn import LongNet, LongNetConfig
-from ring_dilated_attention.resolve import forget_plans
 
 WIDTH, HEADS, CHUNK = 256, 4, 256
 ROWS = (2048, 4096)

@@ -6,7 +6,7 @@ import os
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -41,6 +41,8 @@ _OutFolder = Annotated[Path, option(
 _Heatmap = Annotated[Path | None, option(
     "--heatmap", "Folder for NAME.png and NAME.csv of each slide: attention to its tiles, of the "
     "class token through all layers (rollout), or with --pool mean of all tiles.", Path, "DIR")]
+_Thumbnails = Annotated[Path | None, option(
+    "--thumbnails", "Folder of NAME.jpg or NAME.png to show through the tiles.", Path, "DIR")]
 _Pool = Annotated[Literal["cls", "mean"], option(
     "--pool", "The class token, or the mean of the tiles (global_pool).", kind="NAME")]
 _Layer = Annotated[int | None, option(
@@ -66,6 +68,7 @@ def slides(
     weights: _Weights,
     out: _OutFolder,
     heatmap: _Heatmap = None,
+    thumbnails: _Thumbnails = None,
     pool: _Pool = "cls",
     layer: _Layer = None,
     tile_size: _TileSize = None,
@@ -104,7 +107,7 @@ def slides(
         raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
     kept = "last layer" if layer is None else f"layer {layer}"
     what = f"{weights.name} (CRC {zlib.crc32(weights.read_bytes()):08x}), {pool}, {kept}"
-    results = Results(out, heatmap, what)
+    results = Results(out, heatmap, what, thumbnails, files)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]
     todo = [path for path in dealt if not results.has(path.stem)]
@@ -222,6 +225,8 @@ class Results:
     folder: Path
     maps: Path | None  # folder of heat maps
     encoder: str  # what computes the features, in words; a folder with those of another is refused
+    thumbnails: Path | None
+    files: Mapping[str, Path]  # of the slides, by name
 
     def __post_init__(self) -> None:
         for folder in filter(None, (self.folder, self.maps)):
@@ -251,7 +256,8 @@ class Results:
             tiles = slice(*pack.documents[index : index + 2])
             coordinates, size = pack.coordinates[0, tiles].numpy(), pack.tile_size[index]
             if self.maps is not None and scores is not None:
-                _draw(self.maps / name, coordinates, scores[tiles].numpy(), size)
+                beneath = self.thumbnails and _beneath(self.thumbnails, self.files[name])
+                _draw(self.maps / name, coordinates, scores[tiles].numpy(), size, beneath)
             part = self.folder / f"{name}.part"
             with h5py.File(part, "w") as file:
                 file.attrs["encoder"] = self.encoder
@@ -263,7 +269,23 @@ class Results:
             part.replace(self.folder / f"{name}.h5")
 
 
-def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
+def _beneath(thumbnails: Path, file: Path) -> tuple[Any, Any] | None:
+    """The thumbnail of a slide, and its size at level 0, which TRIDENT's files say."""
+    import h5py
+    from matplotlib.image import imread
+
+    found = [x for end in ("jpg", "png") if (x := thumbnails / f"{file.stem}.{end}").exists()]
+    if found and file.suffix == ".h5":
+        with h5py.File(file) as opened:
+            known = opened.get("coords", opened).attrs
+            size = [known.get(f"level0_{side}") for side in ("width", "height")]
+        if None not in size:
+            return imread(found[0]), size
+    typer.echo(f"note: {file} has no thumbnail, or no level0_width and level0_height", err=True)
+    return None
+
+
+def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float, beneath: Any) -> None:
     import numpy as np
 
     from ..draw import draw_tiles, save
@@ -272,6 +294,6 @@ def _draw(path: Path, coordinates: Any, scores: Any, tile_size: float) -> None:
     np.savetxt(f"{path}.csv", rows, ["%d", "%d", "%.6g"], ",", header="x,y,attention", comments="")
     shares = scores / scores.mean()
     note = "attention to each tile; 1: their mean"
-    axes = draw_tiles(coordinates, shares, tile_size, title=path.name, note=note)
+    axes = draw_tiles(coordinates, shares, tile_size, title=path.name, note=note, thumbnail=beneath)
     save(axes, Path(f"{path}.part.png"))
     Path(f"{path}.part.png").replace(f"{path}.png")

@@ -20,6 +20,7 @@ def draw_tiles(
     *,
     title: str = "",
     note: str = "",
+    thumbnail: tuple[npt.NDArray[Any], Any] | None = None,
     style: Style = LIGHT,
 ) -> Axes:
     """Draw the tiles of a slide, coloured by their scores, with a colour bar.
@@ -33,6 +34,8 @@ def draw_tiles(
         tile_size: side of a tile in units of the coordinates.
         title: of the figure.
         note: below it, on what the colours mean.
+        thumbnail: a picture of the slide, (height, width, 3), which shows through the tiles, and
+            width and height of the slide in units of the coordinates.
         style: colours of the page.
 
     Returns:
@@ -51,6 +54,10 @@ def draw_tiles(
     low, high = np.percentile(scores, (1, 99))
     extent = (left, left + columns * tile_size, top + rows * tile_size, top)
     image = axes.imshow(grid, cmap="viridis", vmin=low, vmax=high, extent=extent)
+    if thumbnail is not None:
+        axes.imshow(thumbnail[0], extent=(0, *thumbnail[1], 0), zorder=-1)
+        image.set_alpha(0.5)
+        axes.axis(extent)
     dress(axes, style, spines=())
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))

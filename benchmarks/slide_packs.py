@@ -2,7 +2,7 @@
 
     python benchmarks/slide_packs.py --torchscale /tmp/torchscale --out packs.json
 
-The encoder of `slide_step.py`. First packs of equally large slides, every step by the clock until
+The encoder of `slide_step.py`. First packs of equally large slides, four steps by the clock until
 the device is idle; then epochs of a cohort of 200, sizes log-normal around 6,000, from pinned
 memory, by the clock over all; last what maps of all layers add to a forward.
 """
@@ -97,7 +97,7 @@ def main(
         calls = {kind: partial(step_of, steps[kind], whole) for kind in kinds[1:]}
         calls["torchscale"] = partial(steps["torchscale"], whole.features[:, :tiles])
         kernels = {kind: kernels_of(call)["kernels_ms"] for kind, call in calls.items()}
-        note(tiles=tiles, slides=count, kernels_ms=kernels, **in_a_row(calls, 1, ranks, repeats=9))
+        note(tiles=tiles, slides=count, kernels_ms=kernels, **in_a_row(calls, 4, ranks, repeats=5))
     draw = random.Random(0).lognormvariate
     sizes = [min(60_000, max(500, int(draw(math.log(6000), 1.0)))) for _ in range(200)]
     slides = slides_of(sizes)

@@ -209,6 +209,7 @@ def _resolve(
 
 _resolved = lru_cache(maxsize=KINDS_KEPT)(_resolve)
 _resolved_packed = lru_cache(maxsize=PACKED_KEPT)(_resolve)
+KEPT = _resolved, _resolved_packed, _plan  # of the calls so far
 
 
 def _selected(options: FlatOptions, kind: _Kind) -> Selection:

@@ -145,11 +145,10 @@ def slides(
         kinds = ", ".join(f"{n} at {f'{x:g}x' if x else 'an unknown one'}" for x, n in found)
         console.print(f"note: tiles have different magnifications: {kinds}")
     failed, written = _of_all_ranks(ranks, failed, sum(magnifications.values()))
-    there = len(files) - failed - written
     if rank == 0:
         rate = written / max(seconds, 1e-3)
         print(f"{count_of(written, 'slide')} in {seconds:.1f} s, {rate:.1f} slides/s; "
-              f"{there} were in {out}")  # fmt: skip
+              f"{len(files) - failed - written} were in {out}")  # fmt: skip
     if failed:
         raise RunError(f"{failed} of {count_of(len(files), 'file')} cannot be used: see above")
 

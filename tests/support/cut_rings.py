@@ -7,7 +7,7 @@ import pytest
 
 from ring_dilated_attention.engine import compute
 from ring_dilated_attention.plan import attention
-from ring_dilated_attention.resolve import forget_plans
+from support.plans import forget_plans
 
 ROUND_PAIRS = attention.ROUND_PAIRS
 """As the package has them."""

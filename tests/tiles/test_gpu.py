@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support.cut_rings import rings_cut
+from support.plans import forget_plans
 from support.tolerances import FLOAT32, TOLERANCE, rounding_bound
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention
@@ -22,7 +23,6 @@ from ring_dilated_attention.checks import (
 from ring_dilated_attention.engine import Accumulator, TileCall, compute
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.pattern import Window
-from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     TileGradients,
     TileInputs,

@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 import torch
+from support.plans import forget_plans
 from support.simulated_devices import simulated
 from support.tolerances import FLOAT64, assert_close_to
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.checks import relative_error
-from ring_dilated_attention.resolve import forget_plans
 from ring_dilated_attention.tiles import (
     BACKENDS,
     Backend,

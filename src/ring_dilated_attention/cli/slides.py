@@ -146,9 +146,8 @@ def slides(
         console.print(f"note: tiles have different magnifications: {kinds}")
     failed, written = _of_all_ranks(ranks, failed, sum(magnifications.values()))
     if rank == 0:
-        rate = written / max(seconds, 1e-3)
-        print(f"{count_of(written, 'slide')} in {seconds:.1f} s, {rate:.1f} slides/s; "
-              f"{len(files) - failed - written} were in {out}")  # fmt: skip
+        print(f"{count_of(written, 'slide')} in {seconds:.1f} s, {written / (seconds or 1):.1f} "
+              f"slides/s; {len(files) - failed - written} were in {out}")  # fmt: skip
     if failed:
         raise RunError(f"{failed} of {count_of(len(files), 'file')} cannot be used: see above")
 
@@ -275,9 +274,8 @@ def _beneath(thumbnails: Path, file: Path) -> tuple[Any, Any] | None:
 
     found = [x for end in ("jpg", "png") if (x := thumbnails / f"{file.stem}.{end}").exists()]
     if found and file.suffix == ".h5":
-        with h5py.File(file) as opened:
-            known = opened.get("coords", opened).attrs
-            size = [known.get(f"level0_{side}") for side in ("width", "height")]
+        with h5py.File(file) as h5:
+            size = [h5.get("coords", h5).attrs.get(f"level0_{x}") for x in ("width", "height")]
         if None not in size:
             return imread(found[0]), size
     typer.echo(f"note: {file} has no thumbnail, or no level0_width and level0_height", err=True)

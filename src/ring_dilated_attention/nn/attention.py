@@ -405,4 +405,6 @@ class DilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """What `repr` shows of the arguments."""
-        return f"{self.pattern}, is_causal={self.options.is_causal}"
+        given = self.options
+        heads = "" if given.head_slice is None else f", head_slice={tuple(given.head_slice)}"
+        return f"{self.pattern}, is_causal={given.is_causal}{heads}"

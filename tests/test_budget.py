@@ -9,14 +9,14 @@ from support.lines import PACKAGE, REPOSITORY, Size, sizes_now, table, total
 # what there is. Where they go: 29,000 lines in 120 files with windows and cohorts of slides.
 BUDGET = {
     "bench": (812, 4),
-    "checks": (1_453, 6),
-    "cli": (1_303, 7),
+    "checks": (1_448, 6),
+    "cli": (1_304, 7),
     "decode": (1_605, 5),
-    "draw": (733, 5),
+    "draw": (732, 5),
     "engine": (2_215, 9),
     "exchange": (1_498, 6),
     "integrations": (3_248, 11),
-    "kernels": (3_387, 10),
+    "kernels": (3_383, 10),
     "nn": (3_948, 16),
     "parallel": (997, 4),
     "plan": (2_937, 9),
@@ -24,7 +24,7 @@ BUDGET = {
     "tiles": (1_106, 6),
     "torch_op": (1_211, 5),
 }
-MOST_TESTS = 23_630
+MOST_TESTS = 23_600
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -167,6 +167,8 @@ def test_files_that_cannot_be_used_are_a_line_each(cohort):
     ("options", "message"),
     [
         (["--layer=3"], "--layer must be at most 2, the layers of"),
+        (["--thumbnails=."], "--thumbnails needs --heatmap DIR, and a folder; got ."),
+        (["--heatmap=maps", "--thumbnails=no"], "and a folder; got no"),
         (["--pool=max"], "'max' is not one of 'cls', 'mean'"),
         (["--most-tiles=0"], "0 is not from 1 to"),
         (["--weights=no.pth"], "no.pth cannot be used: [Errno 2] No such file or directory"),

@@ -183,14 +183,7 @@ def test_messages_are_those_of_the_sources():
     assert found == [wrong]
 
 
-NEEDS = (
-    "cuda",
-    "dist.",
-    "distributed_config",
-    "init_process_group",
-    "gigapath",
-    "model.pt2",
-)
+NEEDS = "cuda", "dist.", "distributed_config", "init_process_group", "gigapath", "model.pt2"
 """Code that a CPU process by itself cannot run, or that has a test of its own."""
 PYTHON, FLAGS = r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL
 BLOCKS = [

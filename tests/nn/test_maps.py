@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_models import encoder
+from support.small_models import cohort, encoder
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import reference_attention
@@ -17,18 +17,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "gigapath": {"head_offsets": "blocked", "zero_keys": True, "branch_gradients": "detached"},
     "chunks": {"chunk_rows": 7},
 }
-
-
-def cohort(sizes):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Slide(
-            f"slide {number}",
-            torch.randn(tiles, 12, dtype=torch.float64, generator=generator),
-            torch.randint(0, 50_000, (tiles, 2), generator=generator),
-        )
-        for number, tiles in enumerate(sizes)
-    ]
 
 
 def dense(query, key, pattern):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import SHAPE
 from support.tolerances import assert_close_to
 from torch import nn
 
@@ -38,15 +39,7 @@ LAYERED: dict[str, Any] = {
 
 
 def small_config(**changes: Any) -> LongNetConfig:
-    values: dict[str, Any] = {
-        "num_layers": 2,
-        "embed_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_dim": 48,
-        **SMALL,
-    }
-    return LongNetConfig(**{**values, **changes})
+    return LongNetConfig(**{**SHAPE, "num_kv_heads": 2, **SMALL, **changes})
 
 
 def small_model(**changes: Any) -> LongNet:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_models import encoder
+from support.small_models import cohort, encoder
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.checks import relative_error
@@ -28,19 +28,6 @@ SIZES = {
     "one": [23],
     "none": [0],
 }
-
-
-def cohort(sizes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Slide(
-            f"slide {number}",
-            torch.randn(tiles, 12, dtype=torch.float64, generator=generator),
-            torch.randint(0, 50_000, (tiles, 2), generator=generator),
-            (256.0, 448.5, 100.0)[number % 3],
-        )
-        for number, tiles in enumerate(sizes)
-    ]
 
 
 def loss_of(encoded, own=slice(None)):

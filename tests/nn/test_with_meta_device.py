@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import SHAPE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,22 +19,15 @@ from ring_dilated_attention.nn import (
     SlideEncoderConfig,
 )
 
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "embed_dim": 32,
-    "num_heads": 4,
-    "ffn_dim": 48,
-    "segment_lengths": (6, None),
-    "dilation_rates": (1, 3),
-}
+PATTERN: dict[str, Any] = {"segment_lengths": (6, None), "dilation_rates": (1, 3)}
 
 
 def language_model() -> Any:
-    return LongNet(LongNetConfig(**SHAPE))
+    return LongNet(LongNetConfig(**SHAPE, **PATTERN))
 
 
 def slide_encoder() -> Any:
-    return SlideEncoder(SlideEncoderConfig(in_dim=8, **SHAPE))
+    return SlideEncoder(SlideEncoderConfig(in_dim=8, **SHAPE, **PATTERN))
 
 
 def layer() -> Any:

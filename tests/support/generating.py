@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention import SequenceLayout
 from ring_dilated_attention.nn import LongNet, LongNetConfig
+from support.small_models import SHAPE
 from support.strategies import cached_patterns
 
 VOCABULARY = 31
@@ -16,11 +17,8 @@ WORLD_SIZES = (1, 2, 3, 5)
 def make_model(seed: int = 0, **changes: Any) -> LongNet:
     config = {
         "vocab_size": VOCABULARY,
-        "num_layers": 2,
-        "embed_dim": 32,
-        "num_heads": 4,
+        **SHAPE,
         "num_kv_heads": 2,
-        "ffn_dim": 48,
         "segment_lengths": [16, 40, None],
         "dilation_rates": [1, 2, 4],
     }

@@ -1,12 +1,16 @@
 """Small models and their inputs, and how often each operator is called."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention.nn import LongNet, LongNetConfig, SlideEncoder, SlideEncoderConfig
+from ring_dilated_attention.nn.slides import Slide
 
 LENGTH = 23
+SHAPE: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "ffn_dim": 48}
 
 
 class Count(TorchDispatchMode):
@@ -24,11 +28,8 @@ class Count(TorchDispatchMode):
 def make_model(checkpoint="none", chunk_rows=None, dtype=torch.float64, *, blocks=1, layers=2):
     torch.manual_seed(0)
     config = LongNetConfig(
-        num_layers=layers,
-        embed_dim=32,
-        num_heads=4,
+        **{**SHAPE, "num_layers": layers},
         num_kv_heads=2,
-        ffn_dim=48,
         segment_lengths=(6, 11, None),
         dilation_rates=(1, 2, 3),
     )
@@ -44,10 +45,7 @@ def make_text():
 def small(**changes):
     values = {
         "in_dim": 12,
-        "num_layers": 2,
-        "embed_dim": 32,
-        "num_heads": 4,
-        "ffn_dim": 48,
+        **SHAPE,
         "segment_lengths": [6, 17, 29, None],
         "dilation_rates": [1, 2, 4, 3],
     }
@@ -67,6 +65,19 @@ def slide(tiles=40, batch=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(batch, tiles, 12, dtype=torch.float64, generator=generator)
     return features, torch.randint(0, 50, (batch, tiles, 2), generator=generator) * 256
+
+
+def cohort(sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Slide(
+            f"slide {number}",
+            torch.randn(tiles, 12, dtype=torch.float64, generator=generator),
+            torch.randint(0, 50_000, (tiles, 2), generator=generator),
+            (256.0, 448.5, 100.0)[number % 3],
+        )
+        for number, tiles in enumerate(sizes)
+    ]
 
 
 def own_tiles(layout, rank, *tensors):

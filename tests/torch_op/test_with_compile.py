@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.small_models import SHAPE
 from support.tolerances import FLOAT32, FLOAT64
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,14 +26,8 @@ pytestmark = [
 ]
 
 PATTERN = DilatedPattern([8, 24, None], [1, 2, 4])
-SHAPE: dict[str, Any] = {
-    "num_layers": 1,
-    "embed_dim": 32,
-    "num_heads": 4,
-    "ffn_dim": 48,
-    "segment_lengths": (6, None),
-    "dilation_rates": (1, 3),
-}
+BRANCHES = {"segment_lengths": (6, None), "dilation_rates": (1, 3)}
+ONE_LAYER: dict[str, Any] = {**SHAPE, **BRANCHES, "num_layers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +48,7 @@ def outcome(model, loss):
 
 def language_model(checkpoint):
     torch.manual_seed(0)
-    return LongNet(LongNetConfig(**SHAPE), checkpoint=checkpoint).double()
+    return LongNet(LongNetConfig(**ONE_LAYER), checkpoint=checkpoint).double()
 
 
 def _language_model(rank, world_size, group, checkpoint):
@@ -77,7 +72,7 @@ def _language_model(rank, world_size, group, checkpoint):
 
 def slides():
     torch.manual_seed(0)
-    config = SlideEncoderConfig(in_dim=8, **SHAPE)
+    config = SlideEncoderConfig(in_dim=8, **ONE_LAYER)
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(2, 36, 8, generator=generator, dtype=torch.float64)
     where = torch.rand(2, 36, 2, generator=generator, dtype=torch.float64) * 1000

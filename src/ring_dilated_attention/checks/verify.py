@@ -87,12 +87,7 @@ INPUTS = ("query", "key", "value")
 TENSORS = ("out", "lse", *(f"d{name}" for name in INPUTS))
 # Those of the reference, too.
 _OPTIONS = ("is_causal", "scale", "softcap", "documents", "branch_gradients")
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.5e-2,
-}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest relative error of a case by dtype, unless plain torch in that dtype errs as much."""
 
 

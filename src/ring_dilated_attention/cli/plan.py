@@ -41,8 +41,7 @@ SPANNING = "; --pattern geometric continues LongNet's series until a segment spa
 # fmt: off
 Hosts = Annotated[int | None, option(
     "--hosts", "Predict times, with --ranks on that many hosts of H200 GPUs.", integer(1, 1 << 14))]
-Tables = Annotated[bool, option(
-    "--tables", "Print tables of exchange and memory too.", kind="")]
+Tables = Annotated[bool, option("--tables", "Print tables of exchange and memory too.", kind="")]
 Check = Annotated[bool, option(
     "--check", "Prove the plan of a short sequence by enumerating all pairs.", kind="")]
 # fmt: on

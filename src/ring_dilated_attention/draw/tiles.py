@@ -34,8 +34,7 @@ def draw_tiles(
         tile_size: side of a tile in units of the coordinates.
         title: of the figure.
         note: below it, on what the colours mean.
-        thumbnail: a picture of the slide, (height, width, 3), which shows through the tiles, and
-            width and height of the slide in units of the coordinates.
+        thumbnail: a picture to show through, (height, width, 3), and width and height of the slide.
         style: colours of the page.
 
     Returns:

@@ -496,11 +496,7 @@ def launches_of(
         -(-most_rows // config.block_n),
         ROUNDS,
     )
-    of_all = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": power_of_two(head_dim),
-        **_overlap(device),
-    }
+    of_all = {"HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), **_overlap(device)}
     unit, has_new = stride_unit(*strides), new[0]
     _, k_strides, v_strides, new_k_strides, new_v_strides = strides
     lse_at = pairs * splits * rows * head_dim

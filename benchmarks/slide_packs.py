@@ -3,8 +3,8 @@
     python benchmarks/slide_packs.py --torchscale /tmp/torchscale --out packs.json
 
 The encoder of `slide_step.py`. First packs of equally large slides, four steps by the clock until
-the device is idle; then epochs of a cohort of 200, sizes log-normal around 6,000, from pinned
-memory, by the clock over all; last what maps of all layers add to a forward.
+the device is idle; epochs of a cohort of 200, sizes log-normal around 6,000, from pinned memory, by
+the clock over all, in packs of two sizes; last what maps of all layers add to a forward.
 """
 
 import json
@@ -26,6 +26,7 @@ from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 from ring_dilated_attention.nn.slides import PackedSlides, Slide, pack
 
 PACKS = {1500: 11, 10_000: 2, 45_680: 1}  # slides by their tiles
+COHORT = (16_384, 32_768)  # most tiles of a pack
 SHARE = 4  # torchscale encodes every fourth slide of the cohort
 
 
@@ -76,7 +77,6 @@ def maps_of(tiles: int, ranks: Any) -> dict[str, Any]:
 
 def main(
     torchscale: Annotated[Path, typer.Option(help="folder of a clone of microsoft/torchscale")],
-    most_tiles: int = 16_384,
     out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Measure everything; a line of each."""
@@ -92,23 +92,23 @@ def main(
         found.append(row)
         print(json.dumps(row), flush=True)
 
+    draw = random.Random(0).lognormvariate
+    sizes = [min(60_000, max(500, int(draw(math.log(6000), 1.0)))) for _ in range(200)]
+    slides = slides_of(sizes)
+    of_torchscale = [slide.features[None].pin_memory() for slide in slides[::SHARE]]
+    row = epochs([partial(alone, x) for x in of_torchscale], 2)
+    note(cohort=len(of_torchscale), kind="torchscale", **row)
     for tiles, count in PACKS.items():
         whole = PackedSlides.of(slides_of([tiles] * count)).to("cuda")
         calls = {kind: partial(step_of, steps[kind], whole) for kind in kinds[1:]}
         calls["torchscale"] = partial(steps["torchscale"], whole.features[:, :tiles])
+        row = in_a_row(calls, 4, ranks, repeats=5)  # first, as it compiles
         kernels = {kind: kernels_of(call)["kernels_ms"] for kind, call in calls.items()}
-        note(tiles=tiles, slides=count, kernels_ms=kernels, **in_a_row(calls, 4, ranks, repeats=5))
-    draw = random.Random(0).lognormvariate
-    sizes = [min(60_000, max(500, int(draw(math.log(6000), 1.0)))) for _ in range(200)]
-    slides = slides_of(sizes)
-    packs = [each.pin_memory() for each in pack(slides, most_tiles, buffer=32)]
-    of_torchscale = [slide.features[None].pin_memory() for slide in slides[::SHARE]]
-    for kind in kinds:
-        if kind == "torchscale":
-            row, count = epochs([partial(alone, x) for x in of_torchscale], 2), len(of_torchscale)
-        else:
-            row, count = epochs([partial(step_of, steps[kind], x) for x in packs], 3), len(slides)
-        note(kind=kind, slides=count, rate=count / min(row["seconds"]), packs=len(packs), **row)
+        note(tiles=tiles, slides=count, kernels_ms=kernels, **row)
+    for most_tiles in COHORT:
+        packs = [each.pin_memory() for each in pack(slides, most_tiles, buffer=32)]
+        row = epochs([partial(step_of, steps["SlideEncoder compiled"], x) for x in packs], 3)
+        note(cohort=len(slides), most_tiles=most_tiles, packs=len(packs), **row)
     note(**maps_of(10_000, ranks))
     write(out, ranks.device, found)
     leave()

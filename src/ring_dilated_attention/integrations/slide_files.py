@@ -238,5 +238,8 @@ class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
     def loader(
         self, workers: int, *, pin_memory: bool = False
     ) -> DataLoader[PackedSlides | SlideFileError]:
-        """What reads the files in `workers` processes; 0: in this one."""
-        return DataLoader(self, batch_size=None, num_workers=workers, pin_memory=pin_memory)
+        """What reads the files in `workers` processes, each a pack ahead; 0: in this one."""
+        ahead = 1 if workers else None
+        return DataLoader(
+            self, None, num_workers=workers, pin_memory=pin_memory, prefetch_factor=ahead
+        )

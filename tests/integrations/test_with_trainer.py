@@ -1,5 +1,6 @@
 """transformers' Trainer and accelerate: their own ways to load data, and those of the recipes."""
 
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def arguments(**changes: Any) -> Any:
     import transformers
 
     settings = {
-        **{"output_dir": "unused", "save_strategy": "no", "report_to": []},
+        **{"output_dir": gettempdir(), "save_strategy": "no", "report_to": []},
         **{"logging_strategy": "no", "disable_tqdm": True, "use_cpu": True},
         **{"remove_unused_columns": False, "max_steps": 1},
         **{"per_device_train_batch_size": 2, "max_grad_norm": 0.0},

@@ -35,7 +35,7 @@ def cohort(tmp_path):
             file["coords"].attrs.update(ATTRIBUTES)
     torch.manual_seed(0)
     config = SlideEncoderConfig(
-        in_dim=WIDTH, num_layers=2, embed_dim=32, ffn_dim=48, segment_lengths=[8, None],
+        in_dim=WIDTH, num_layers=2, embed_dim=128, ffn_dim=48, segment_lengths=[8, None],
         dilation_rates=[1, 2], grid_positions=True, pooled_norm_eps=1e-6,
     )  # fmt: skip
     torch.save({"model": SlideEncoder(config).to_gigapath()}, tmp_path / "weights.pth")
@@ -49,10 +49,14 @@ def given(cohort, *more):
     )
 
 
-@pytest.mark.parametrize(("pool", "layer"), [("cls", None), ("mean", 1)])
-def test_embeddings_are_those_of_one_slide_after_another(pool, layer, cohort):
+ON_A_GPU = pytest.param("cls", None, ["--device=cuda", "--workers=2"], marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("pool", "layer", "on"), [("cls", None, []), ("mean", 1, []), ON_A_GPU])
+def test_embeddings_are_those_of_one_slide_after_another(pool, layer, on, cohort):
     options = [f"--pool={pool}", "--most-tiles=30", *[f"--layer={layer}"] * (layer is not None)]
-    done = rda(*given(cohort, *options))
+    bound = {"rtol": 0.02, "atol": 0.02} if on else {}  # float16
+    done = rda(*given(cohort, *options, *on))
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("5 slides in ")
     encoder = SlideEncoder.from_gigapath(cohort / "weights.pth", global_pool=pool == "mean")
@@ -63,11 +67,12 @@ def test_embeddings_are_those_of_one_slide_after_another(pool, layer, cohort):
             found = encoder(features[None].float(), coords[None], tile_size=512, all_layers=True)
         expected = found.cls if layer is None else found.layers[layer]
         with h5py.File(cohort / "out" / f"{name}.h5") as file:  # as TRIDENT reads its own
-            assert file["features"].shape == (32,)
+            assert file["features"].shape == (128,)
             assert file["features"].attrs["name"] == name
             assert file["coords"].shape == (tiles, 2)
             assert dict(file["coords"].attrs) == ATTRIBUTES
-            torch.testing.assert_close(torch.tensor(file["features"][:]), expected[0, 0])
+            vector = torch.tensor(file["features"][:])
+            torch.testing.assert_close(vector, expected[0, 0], **bound)
             assert np.array_equal(file["coords"], coords)
 
 

@@ -580,7 +580,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="numbers, by commas; as many as an arm has")] = "",
     tokens: Annotated[int, typer.Option(help="of each training")] = 39_321_600,
     step_tokens: int = 65_536,
-    lr: Annotated[float, typer.Option(help="the highest, of AdamW; Muon has 5 times it")] = 2e-3,
+    lr: Annotated[float, typer.Option(help=f"AdamW's highest; Muon has {MUON} times it")] = 2e-3,
     data: Annotated[Path | None, typer.Option(help="folder of packages")] = None,
     gpus: Annotated[int, typer.Option(help="trainings at a time")] = 1,
     small: Annotated[bool, typer.Option(help="a tiny model of tiny sequences")] = False,

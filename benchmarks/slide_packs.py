@@ -26,7 +26,6 @@ from ring_dilated_attention.nn import SlideEncoder, SlideEncoderConfig
 from ring_dilated_attention.nn.slides import PackedSlides, Slide, pack
 
 PACKS = {1500: 11, 10_000: 2, 45_680: 1}  # slides by their tiles
-COHORT = (16_384, 32_768)  # most tiles of a pack
 SHARE = 4  # torchscale encodes every fourth slide of the cohort
 
 
@@ -105,7 +104,7 @@ def main(
         row = in_a_row(calls, 4, ranks, repeats=5)  # first, as it compiles
         kernels = {kind: kernels_of(call)["kernels_ms"] for kind, call in calls.items()}
         note(tiles=tiles, slides=count, kernels_ms=kernels, **row)
-    for most_tiles in COHORT:
+    for most_tiles in (16_384, 32_768):
         packs = [each.pin_memory() for each in pack(slides, most_tiles, buffer=32)]
         row = epochs([partial(step_of, steps["SlideEncoder compiled"], x) for x in packs], 3)
         note(cohort=len(slides), most_tiles=most_tiles, packs=len(packs), **row)

@@ -171,7 +171,7 @@ def test_a_stream_packs_what_can_be_read_and_says_the_rest(workers, tmp_path):
     def read(name):
         return read_slide(tmp_path / f"{name}.h5", tile_size=256)
 
-    found = [*stream.loader(workers)]
+    found = [*DataLoader(stream, batch_size=None, num_workers=workers)]
     errors = [each for each in found if isinstance(each, SlideFileError)]
     packs = [each for each in found if not isinstance(each, SlideFileError)]
     assert len(errors) == 1

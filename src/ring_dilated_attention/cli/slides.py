@@ -50,9 +50,9 @@ _Layer = Annotated[int | None, option(
     "embeddings are --pool mean --layer 11.", common.integer(0, 1000))]
 _TileSize = Annotated[float | None, option(
     "--tile-size", "Pixels of level 0 along a tile, of files that do not say it.", float)]
-_MostTiles = Annotated[int | None, option(
-    "--most-tiles", "Tiles of the slides that are encoded at once. Default: 65536 on a GPU, else "
-    "16384.", common.integer(1, common.MOST_POSITIONS))]
+_MostTiles = Annotated[int, option(
+    "--most-tiles", "Tiles of the slides that are encoded at once.",
+    common.integer(1, common.MOST_POSITIONS))]
 _Workers = Annotated[int | None, option(
     "--workers", f"Processes that read files. Default: the cores, at most {_MOST_WORKERS}.",
     common.integer(0, 256))]
@@ -72,7 +72,7 @@ def slides(
     pool: _Pool = "cls",
     layer: _Layer = None,
     tile_size: _TileSize = None,
-    most_tiles: _MostTiles = None,
+    most_tiles: _MostTiles = 65_536,
     workers: _Workers = None,
     device: common.DeviceName = "auto",
 ) -> None:
@@ -86,6 +86,7 @@ def slides(
     torchrun --no-python --nproc-per-node 2 rda slides SLIDES --weights FILE --out embeddings
     """
     import torch
+    from torch.utils.data import DataLoader
 
     from ..integrations.slide_files import SlideFileError, SlideStream, slide_files
     from ..nn import SlideEncoder
@@ -115,7 +116,7 @@ def slides(
     todo = [path for path in dealt if not results.has(path.stem)]
     stream = SlideStream(
         files=todo,
-        most_tiles=most_tiles or (65_536 if on.type == "cuda" else 16_384),
+        most_tiles=most_tiles,
         tile_size=tile_size,
         in_dim=encoder.config.in_dim,
         dtype=torch.float16 if on.type == "cuda" else torch.float32,  # autocast rounds to it
@@ -123,7 +124,9 @@ def slides(
     if workers is None:
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = min(_MOST_WORKERS, cores, len(todo) // 8)
-    packs = stream.loader(workers, pin_memory=on.type == "cuda")
+    # Each reads one pack ahead: packs are large.
+    readers: Any = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
+    packs = DataLoader(stream, batch_size=None, pin_memory=on.type == "cuda", **readers)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     failed, start, magnifications = 0, time.perf_counter(), Counter[float | None]()
     columns = *Progress.get_default_columns(), TextColumn("{task.fields[rate]}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ..nn.slides import PackedSlides, Slide, pack
 
@@ -199,7 +199,7 @@ def _number(value: Any) -> float:
 class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
     """A stream of packs of slides, with an error for each file that cannot be used.
 
-    Iterate over it, or over `loader`, whose processes read ahead.
+    Iterate over it, or have processes read ahead: ``DataLoader(stream, batch_size=None, ...)``.
 
     Args:
         files: of slides, each read once.
@@ -234,12 +234,3 @@ class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
                 )
             except SlideFileError as error:
                 failed.append(error)
-
-    def loader(
-        self, workers: int, *, pin_memory: bool = False
-    ) -> DataLoader[PackedSlides | SlideFileError]:
-        """What reads the files in `workers` processes, each a pack ahead; 0: in this one."""
-        ahead = 1 if workers else None
-        return DataLoader(
-            self, None, num_workers=workers, pin_memory=pin_memory, prefetch_factor=ahead
-        )

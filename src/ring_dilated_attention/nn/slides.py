@@ -80,23 +80,16 @@ class PackedSlides:
             magnification=tuple(x.magnification for x in slides),
         )
 
-    def to(
-        self,
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
-        *,
-        non_blocking: bool = False,
-    ) -> PackedSlides:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSlides:
         """The same slides on a device.
 
         Args:
             device: where the features and coordinates are to be.
-            dtype: of the features; None: as it is.
             non_blocking: as in `torch.Tensor.to`.
         """
         return replace(
             self,
-            features=self.features.to(device, dtype, non_blocking=non_blocking),
+            features=self.features.to(device, non_blocking=non_blocking),
             coordinates=self.coordinates.to(device, non_blocking=non_blocking),
         )
 

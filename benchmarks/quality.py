@@ -12,7 +12,6 @@ arm's length. OUT/ARM-SEED.json has all numbers of a training; one that is there
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import site
@@ -23,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -597,7 +597,7 @@ def main(
         run_share(0, *share)
     else:
         torch.multiprocessing.spawn(run_share, share, nprocs=gpus)
-    if importlib.util.find_spec("matplotlib") and any(name in ARMS for name, _ in jobs):
+    if page or (find_spec("matplotlib") and any([*out.glob(f"{x}-*.json")] for x in ARMS)):
         write_page(out)
 
 

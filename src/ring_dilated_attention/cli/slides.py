@@ -98,6 +98,8 @@ def slides(
     if ranks > 1:  # whoever has done its share waits for the others, however long they take
         torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
     files = slide_files(folder)
+    if thumbnails and not (heatmap and thumbnails.is_dir()):
+        raise ValueError(f"--thumbnails needs --heatmap DIR, and a folder; got {thumbnails}")
     try:
         encoder = SlideEncoder.from_gigapath(weights, global_pool=pool == "mean").to(on).eval()
     except Exception as error:  # whatever torch.load raises for a file that is something else
@@ -108,8 +110,6 @@ def slides(
         raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
     kept = "last layer" if layer is None else f"layer {layer}"
     what = f"{weights.name} (CRC {zlib.crc32(weights.read_bytes()):08x}), {pool}, {kept}"
-    if thumbnails and not (heatmap and thumbnails.is_dir()):
-        raise ValueError(f"--thumbnails needs --heatmap DIR, and a folder; got {thumbnails}")
     results = Results(out, heatmap, what, thumbnails, files)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]

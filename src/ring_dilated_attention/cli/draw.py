@@ -49,11 +49,7 @@ def draw(
 
     work = workload_of(
         given_pattern(
-            pattern,
-            segment_lengths,
-            dilation_rates,
-            seq_len=seq_len,
-            head_offsets=head_offsets,
+            pattern, segment_lengths, dilation_rates, seq_len=seq_len, head_offsets=head_offsets
         ),
         seq_len=seq_len,
         heads=heads,

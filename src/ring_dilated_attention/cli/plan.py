@@ -12,16 +12,7 @@ from ..layout import SequenceLayout, resolve_layout
 from ..named_patterns import given_pattern, named
 from ..units import count_of, in_bytes, in_flop, in_seconds
 from . import common
-from .common import (
-    app,
-    integer,
-    make_console,
-    option,
-    show_table,
-    working,
-    workload_of,
-    write_json,
-)
+from .common import app, integer, make_console, option, show_table, working, workload_of, write_json
 
 if TYPE_CHECKING:
     from ..plan import AttentionPlan, RankPlan, costs

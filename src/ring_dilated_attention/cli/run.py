@@ -103,15 +103,8 @@ def simulate(
     console.print()
     rows = _simulated_rows(found, shown_ranks(ranks))
     show_table(console, "What each rank did, forward and backward", list(rows[0]), rows[1:])
-    write_json(
-        json,
-        {
-            "ok": found.ok,
-            "options": {**asdict(work), "ranks": ranks},
-            "device": on,
-            **asdict(found),
-        },
-    )
+    asked = {**asdict(work), "ranks": ranks}
+    write_json(json, {"ok": found.ok, "options": asked, "device": on, **asdict(found)})
     if not found.ok:
         raise RunError("; ".join(found.problems[:3]))
 

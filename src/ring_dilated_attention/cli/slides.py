@@ -6,10 +6,11 @@ import os
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -50,11 +51,11 @@ _Layer = Annotated[int | None, option(
     "embeddings are --pool mean --layer 11.", common.integer(0, 1000))]
 _TileSize = Annotated[float | None, option(
     "--tile-size", "Pixels of level 0 along a tile, of files that do not say it.", float)]
-_MostTiles = Annotated[int, option(
-    "--most-tiles", "Tiles of the slides that are encoded at once.",
+_MostTiles = Annotated[int | None, option(
+    "--most-tiles", "Tiles of the slides that are encoded at once. Default: 128K, on a CPU 16K.",
     common.integer(1, common.MOST_POSITIONS))]
 _Workers = Annotated[int | None, option(
-    "--workers", f"Processes that read files. Default: the cores, at most {_MOST_WORKERS}.",
+    "--workers", f"Processes that read, and that write. Default: cores, at most {_MOST_WORKERS}.",
     common.integer(0, 256))]
 # fmt: on
 
@@ -72,7 +73,7 @@ def slides(
     pool: _Pool = "cls",
     layer: _Layer = None,
     tile_size: _TileSize = None,
-    most_tiles: _MostTiles = 65_536,
+    most_tiles: _MostTiles = None,
     workers: _Workers = None,
     device: common.DeviceName = "auto",
 ) -> None:
@@ -91,6 +92,10 @@ def slides(
     from ..integrations.slide_files import SlideFileError, SlideStream, slide_files
     from ..nn import SlideEncoder
 
+    # Building flash-attn-4's kernels takes 10 s and more; the next run reads them.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    built = Path.home() / ".cache" / "flash_attention"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(built))
     rank, ranks = (int(os.environ.get(x, y)) for x, y in (("RANK", "0"), ("WORLD_SIZE", "1")))
     on = torch.device(common.resolve_device(device))
     if on.type == "cuda":
@@ -110,13 +115,13 @@ def slides(
         raise ValueError(f"--layer must be at most {layers}, the layers of {weights}; got {layer}")
     kept = "last layer" if layer is None else f"layer {layer}"
     what = f"{weights.name} (CRC {zlib.crc32(weights.read_bytes()):08x}), {pool}, {kept}"
-    results = Results(out, heatmap, what, thumbnails, files)
+    results = Results(out, heatmap, what, thumbnails)
     # Every rank deals all slides, the largest first, whatever is there already.
     dealt = sorted(files.values(), key=lambda x: (-x.stat().st_size, x))[rank::ranks]
     todo = [path for path in dealt if not results.has(path.stem)]
     stream = SlideStream(
         files=todo,
-        most_tiles=most_tiles,
+        most_tiles=most_tiles or (1 << 17 if on.type == "cuda" else 1 << 14),
         tile_size=tile_size,
         in_dim=encoder.config.in_dim,
         dtype=torch.float16 if on.type == "cuda" else torch.float32,  # autocast rounds to it
@@ -127,30 +132,39 @@ def slides(
     # Each reads one pack ahead: packs are large.
     readers: Any = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
     packs = DataLoader(stream, batch_size=None, pin_memory=on.type == "cuda", **readers)
+    # To draw a map takes longer than to encode its slide.
+    writers = ProcessPoolExecutor(workers) if workers else ThreadPoolExecutor(1)
+    writing = deque[Future[None]]()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     failed, start, magnifications = 0, time.perf_counter(), Counter[float | None]()
     columns = *Progress.get_default_columns(), TextColumn("{task.fields[rate]}")
-    with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as bars:
+    hidden = rank > 0 or not console.is_terminal
+    with writers, Progress(*columns, console=console, disable=hidden) as bars:
         bar = bars.add_task("slides", total=len(todo), rate="")
         for each in _encoded(encoder, packs, on, layer, maps=heatmap is not None):
             if isinstance(each, SlideFileError):
                 failed, done = failed + 1, 1
                 bars.console.print(f"error: {each}")
             else:
-                results.write(*each)
+                for name, *of_slide in _slides_of(*each):
+                    writing.append(writers.submit(results.write, files[name], *of_slide))
+                while len(writing) > 8 * workers:
+                    writing.popleft().result()
                 magnifications.update(each[0].magnification)
                 done = len(each[0].names)
             rate = sum(magnifications.values()) / (time.perf_counter() - start)
             bars.update(bar, advance=done, rate=f"{rate:.1f} slides/s")
+        for written in writing:
+            written.result()
     seconds = time.perf_counter() - start
     if len(magnifications) > 1:
         found = magnifications.most_common()
         kinds = ", ".join(f"{n} at {f'{x:g}x' if x else 'an unknown one'}" for x, n in found)
         console.print(f"note: tiles have different magnifications: {kinds}")
-    failed, written = _of_all_ranks(ranks, failed, sum(magnifications.values()))
+    failed, encoded = _of_all_ranks(ranks, failed, sum(magnifications.values()))
     if rank == 0:
-        print(f"{count_of(written, 'slide')} in {seconds:.1f} s, {written / (seconds or 1):.1f} "
-              f"slides/s; {len(files) - failed - written} were in {out}")  # fmt: skip
+        print(f"{count_of(encoded, 'slide')} in {seconds:.1f} s, {encoded / (seconds or 1):.1f} "
+              f"slides/s; {len(files) - failed - encoded} were in {out}")  # fmt: skip
     if failed:
         raise RunError(f"{failed} of {count_of(len(files), 'file')} cannot be used: see above")
 
@@ -226,7 +240,6 @@ class Results:
     maps: Path | None  # folder of heat maps
     encoder: str  # what computes the features, in words; a folder with those of another is refused
     thumbnails: Path | None
-    files: Mapping[str, Path]  # of the slides, by name
 
     def __post_init__(self) -> None:
         for folder in filter(None, (self.folder, self.maps)):
@@ -248,25 +261,32 @@ class Results:
             )
         return self.maps is None or (self.maps / f"{name}.png").exists()
 
-    def write(self, pack: PackedSlides, vectors: Tensor, scores: Tensor | None) -> None:
-        """Write the files of each slide of a pack."""
+    def write(self, file: Path, vector: Any, where: Any, size: float, zoom: Any, of: Any) -> None:
+        """Write the files of a slide, of arrays; `zoom` is its magnification, `of` its scores."""
         import h5py
 
-        for index, name in enumerate(pack.names):
-            tiles = slice(*pack.documents[index : index + 2])
-            coordinates, size = pack.coordinates[0, tiles].numpy(), pack.tile_size[index]
-            if self.maps is not None and scores is not None:
-                beneath = self.thumbnails and _beneath(self.thumbnails, self.files[name])
-                _draw(self.maps / name, coordinates, scores[tiles].numpy(), size, beneath)
-            part = self.folder / f"{name}.part"
-            with h5py.File(part, "w") as file:
-                file.attrs["encoder"] = self.encoder
-                file["features"], file["coords"] = vectors[index].numpy(), coordinates
-                file["features"].attrs["name"] = name
-                file["coords"].attrs["patch_size_level0"] = size
-                if pack.magnification[index] is not None:
-                    file["coords"].attrs["target_magnification"] = pack.magnification[index]
-            part.replace(self.folder / f"{name}.h5")
+        name = file.stem
+        if self.maps is not None:
+            beneath = self.thumbnails and _beneath(self.thumbnails, file)
+            _draw(self.maps / name, where, of, size, beneath)
+        part = self.folder / f"{name}.part"
+        with h5py.File(part, "w") as h5:
+            h5.attrs["encoder"] = self.encoder
+            h5["features"], h5["coords"] = vector, where
+            h5["features"].attrs["name"] = name
+            h5["coords"].attrs["patch_size_level0"] = size
+            if zoom is not None:
+                h5["coords"].attrs["target_magnification"] = zoom
+        part.replace(self.folder / f"{name}.h5")
+
+
+def _slides_of(pack: PackedSlides, vectors: Tensor, scores: Tensor | None) -> Iterable[Any]:
+    """What `Results.write` takes of each slide of a pack."""
+    tiles = [slice(*borders) for borders in pairwise(pack.documents)]
+    places = [pack.coordinates[0, x].numpy() for x in tiles]
+    of = [None if scores is None else scores[x].numpy() for x in tiles]
+    sizes = pack.tile_size, pack.magnification
+    return zip(pack.names, vectors.numpy(), places, *sizes, of, strict=True)
 
 
 def _beneath(thumbnails: Path, file: Path) -> tuple[Any, Any] | None:

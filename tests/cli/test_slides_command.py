@@ -111,8 +111,7 @@ def test_it_goes_on_where_it_was(cohort, monkeypatch):
 def test_heat_maps_show_the_attention_of_each_tile(pool, cohort):
     assert rda(*given(cohort, f"--pool={pool}")).exit_code == 0
     maps = cohort / "maps"
-    # Though all are embedded; by processes, which write slides side by side.
-    done = rda(*given(cohort, f"--pool={pool}", f"--heatmap={maps}", "--workers=2"))
+    done = rda(*given(cohort, f"--pool={pool}", f"--heatmap={maps}", "--workers=2"))  # though done
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("5 slides in ")
     assert sorted(path.name for path in maps.iterdir()) == [

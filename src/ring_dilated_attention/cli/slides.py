@@ -261,14 +261,14 @@ class Results:
             )
         return self.maps is None or (self.maps / f"{name}.png").exists()
 
-    def write(self, file: Path, vector: Any, where: Any, size: float, zoom: Any, of: Any) -> None:
-        """Write the files of a slide, of arrays; `zoom` is its magnification, `of` its scores."""
+    def write(self, file: Path, vector: Any, where: Any, size: Any, zoom: Any, scores: Any) -> None:
+        """Write the files of a slide, of arrays; `zoom` is its magnification."""
         import h5py
 
         name = file.stem
         if self.maps is not None:
             beneath = self.thumbnails and _beneath(self.thumbnails, file)
-            _draw(self.maps / name, where, of, size, beneath)
+            _draw(self.maps / name, where, scores, size, beneath)
         part = self.folder / f"{name}.part"
         with h5py.File(part, "w") as h5:
             h5.attrs["encoder"] = self.encoder
@@ -284,9 +284,9 @@ def _slides_of(pack: PackedSlides, vectors: Tensor, scores: Tensor | None) -> It
     """What `Results.write` takes of each slide of a pack."""
     tiles = [slice(*borders) for borders in pairwise(pack.documents)]
     places = [pack.coordinates[0, x].numpy() for x in tiles]
-    of = [None if scores is None else scores[x].numpy() for x in tiles]
     sizes = pack.tile_size, pack.magnification
-    return zip(pack.names, vectors.numpy(), places, *sizes, of, strict=True)
+    of_tiles = [None if scores is None else scores[x].numpy() for x in tiles]
+    return zip(pack.names, vectors.numpy(), places, *sizes, of_tiles, strict=True)
 
 
 def _beneath(thumbnails: Path, file: Path) -> tuple[Any, Any] | None:

@@ -92,10 +92,6 @@ def slides(
     from ..integrations.slide_files import SlideFileError, SlideStream, slide_files
     from ..nn import SlideEncoder
 
-    # Building flash-attn-4's kernels takes 10 s and more; the next run reads them.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    built = Path.home() / ".cache" / "flash_attention"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(built))
     rank, ranks = (int(os.environ.get(x, y)) for x, y in (("RANK", "0"), ("WORLD_SIZE", "1")))
     on = torch.device(common.resolve_device(device))
     if on.type == "cuda":

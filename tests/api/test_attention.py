@@ -40,26 +40,22 @@ def test_any_case_equals_the_reference(case, round_pairs):
 
 def test_a_ring_cut_up_holds_less_and_moves_the_same():
     def dense(length):
-        return plan_attention(
-            DilatedPattern.dense(),
-            SequenceLayout.zigzag(length, 4),
-            is_causal=True,
-            num_heads=16,
-        )
+        layout = SequenceLayout.zigzag(length, 4)
+        return plan_attention(DilatedPattern.dense(), layout, is_causal=True, num_heads=16)
 
     # Fewer heads at a time where steps are long.
     assert [one.kv_heads for one in dense(2**16).rounds] == [range(8), range(8, 16)]
     plan = dense(2**18)
-    assert [one.kv_heads for one in plan.rounds] == [range(i, i + 4) for i in range(0, 16, 4)]
+    assert [one.kv_heads for one in plan.rounds] == [range(i, i + 1) for i in range(16)]
     size = costs.TensorSize(batch=1, head_dim=128, element_size=2)
     for rank in map(plan.rank, range(4)):
         parts = rank.rounds(gathers=False)
         assert sum(part.total_received_rows for part in parts) == rank.total_received_rows
         assert sum(part.pairs for part in parts) == rank.pairs
-        # Two messages of a quarter of the heads: of both ranges of a rank, or of the first alone
+        # Two messages of a sixteenth of the heads: of both ranges of a rank, or of the first alone
         # from earlier ranks, of whose second range no query sees anything.
         halves = [4, 4, 3, 2][rank.index]
-        assert costs.memory(rank, size).buffers == halves * costs.memory(rank, size).key // 4
+        assert costs.memory(rank, size).buffers == halves * costs.memory(rank, size).key // 16
 
 
 def test_sums_in_the_dtype_of_the_inputs(monkeypatch):

@@ -31,10 +31,7 @@ from ring_dilated_attention.checks import Case, make_layout, relative_error
 from ring_dilated_attention.documents import packed_rows
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import build_cells
-from ring_dilated_attention.nn import (
-    DilatedAttention,
-    MultiheadDilatedAttention,
-)
+from ring_dilated_attention.nn import DilatedAttention, MultiheadDilatedAttention
 from ring_dilated_attention.plan import TileGroup, check_plan
 from ring_dilated_attention.torch_op import padding
 

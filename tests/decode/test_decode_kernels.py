@@ -11,12 +11,7 @@ from support.strategies import patterns
 from support.tolerances import assert_close_to
 
 import ring_dilated_attention
-from ring_dilated_attention import (
-    DilatedKVCache,
-    DilatedPattern,
-    SequenceLayout,
-    plan_attention,
-)
+from ring_dilated_attention import DilatedKVCache, DilatedPattern, SequenceLayout, plan_attention
 from ring_dilated_attention.checks import reference_attention
 from ring_dilated_attention.decode import Step
 from ring_dilated_attention.decode.attend import attend_by_kernel

@@ -6,11 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import cached_patterns
 
-from ring_dilated_attention import (
-    DilatedKVCache,
-    DilatedPattern,
-    cached_attention,
-)
+from ring_dilated_attention import DilatedKVCache, DilatedPattern, cached_attention
 from ring_dilated_attention.checks import ViewKind, relative_error
 from ring_dilated_attention.pattern import Window
 from ring_dilated_attention.plan import plan_cache

@@ -12,11 +12,7 @@ from torch.utils.checkpoint import (
 )
 
 from ring_dilated_attention.engine import ring_forward
-from ring_dilated_attention.nn import (
-    MultiheadDilatedAttention,
-    attention_policy,
-    keep_attention,
-)
+from ring_dilated_attention.nn import MultiheadDilatedAttention, attention_policy, keep_attention
 from ring_dilated_attention.torch_op import FORWARD, operator
 
 pytestmark = pytest.mark.filterwarnings(

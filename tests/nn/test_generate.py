@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from support.generating import (
-    VOCABULARY,
-    WORLD_SIZES,
-    generations,
-    greedy,
-    make_model,
-    model_of,
-)
+from support.generating import VOCABULARY, WORLD_SIZES, generations, greedy, make_model, model_of
 from support.tolerances import assert_close_to
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout

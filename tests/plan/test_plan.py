@@ -202,7 +202,7 @@ def planned_steps(layout, rates, lengths):
 @pytest.mark.parametrize("make", [SequenceLayout.contiguous, SequenceLayout.zigzag])
 @pytest.mark.parametrize(
     ("lengths", "rates", "runs"),
-    [([*LONGNET[0], None], [*LONGNET[1], 2**16], 1), ([None], [1], 1)],
+    [([*LONGNET[0], None], [*LONGNET[1], 2**16], 1), ([None], [1], 3)],
     ids=["LongNet", "dense"],
 )
 def test_all_steps_of_one_of_4096_ranks_are_little_work(make, lengths, rates, runs):

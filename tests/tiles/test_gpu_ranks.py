@@ -11,12 +11,7 @@ from support.worlds import world
 from test_gpu import case_of, failures, kernel_cases
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
-from ring_dilated_attention.checks import (
-    combine,
-    run_case,
-    run_ranks,
-    sweep,
-)
+from ring_dilated_attention.checks import combine, run_case, run_ranks, sweep
 from ring_dilated_attention.exchange import ExchangeError, ProcessGroupExchange
 
 pytestmark = [

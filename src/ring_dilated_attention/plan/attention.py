@@ -108,8 +108,8 @@ class AttentionPlan:
         """The plan for a few heads at a time: what a ring runs.
 
         Its buffers then hold rows of these heads alone. They are as few as keep a rank busy, or as
-        many as make a message of K and V half of the query: more heads are fewer kernel calls, at
-        whose ends processors wait.
+        many as make a message of K and V an eighth of the query: with grouped queries more heads a
+        round are fewer kernel calls, and still less memory.
         """
         # Of a head, in the branch that has the most of them in a shard.
         most = self.layout.max_local_length
@@ -121,7 +121,7 @@ class AttentionPlan:
         )
         pairs = max(max(of_branches) * (self.num_heads // self.num_kv_heads), 1)
         total = self.num_kv_heads
-        heads = max(-(-ROUND_PAIRS // pairs), self.num_heads // 4)
+        heads = max(-(-ROUND_PAIRS // pairs), self.num_heads // 16)
         count = -(-total // min(total, heads))
         if count == 1:
             return (self,)

@@ -17,7 +17,7 @@ BUDGET = {
     "exchange": (1_498, 6),
     "integrations": (3_242, 11),
     "kernels": (3_383, 10),
-    "nn": (3_941, 16),
+    "nn": (3_939, 16),
     "parallel": (997, 4),
     "plan": (2_937, 9),
     "the root": (2_547, 11),

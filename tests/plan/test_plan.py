@@ -300,10 +300,10 @@ def test_auto_gathers_little_and_rings_much():
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "ranks", "gathers"), [(8, 4, True), (8, 5, False), (16, 4, False)]
+    ("kv_heads", "ranks", "gathers"), [(8, 5, True), (8, 6, False), (16, 4, False), (32, 2, True)]
 )
 def test_auto_gathers_the_few_rows_of_grouped_queries(kv_heads, ranks, gathers):
-    """A quarter as many KV heads: all keys and values on 4 ranks are as large as query and out."""
+    """A quarter as many KV heads: those of 4 other ranks are as large as query and out."""
     layout = SequenceLayout.contiguous(1000 * ranks, ranks)
     given = {"is_causal": True, "num_heads": 32, "num_kv_heads": kv_heads}
     assert plan_attention(DilatedPattern.dense(), layout, **given).gathers == gathers

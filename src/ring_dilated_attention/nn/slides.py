@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from ..pattern import check_positive_int
 
@@ -72,8 +73,8 @@ class PackedSlides:
                     f"{first.coordinates.dtype} of {first.name}"
                 )
         return cls(
-            features=torch.cat([x.features for x in slides])[None],
-            coordinates=torch.cat([x.coordinates for x in slides])[None],
+            features=_joined([x.features for x in slides]),
+            coordinates=_joined([x.coordinates for x in slides]),
             documents=tuple(accumulate((len(x.features) for x in slides), initial=0)),
             names=tuple(x.name for x in slides),
             tile_size=tuple(x.tile_size for x in slides),
@@ -81,23 +82,24 @@ class PackedSlides:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSlides:
-        """The same slides on a device.
-
-        Args:
-            device: where the features and coordinates are to be.
-            non_blocking: as in `torch.Tensor.to`.
-        """
-        return replace(
-            self,
-            features=self.features.to(device, non_blocking=non_blocking),
-            coordinates=self.coordinates.to(device, non_blocking=non_blocking),
-        )
+        """The same slides, features and coordinates on a device: arguments of `Tensor.to`."""
+        return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSlides:
         """The same slides in pinned memory: torch's `DataLoader` calls it."""
-        return replace(
-            self, features=self.features.pin_memory(), coordinates=self.coordinates.pin_memory()
-        )
+        return self._moved(torch.Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> PackedSlides:
+        return replace(self, features=move(self.features), coordinates=move(self.coordinates))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    # A process that reads ahead hands over shared memory: to copy there takes as long again.
+    out = None
+    if get_worker_info() is not None:
+        out = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+        out.share_memory_()  # type: ignore[no-untyped-call]
+    return torch.cat(parts, out=out)[None]
 
 
 def pack(slides: Iterable[Slide], most_tiles: int, *, buffer: int = 1) -> Iterator[PackedSlides]:
@@ -124,17 +126,13 @@ def pack(slides: Iterable[Slide], most_tiles: int, *, buffer: int = 1) -> Iterat
 
 
 def _packs(stream: Iterator[Slide], most_tiles: int, buffer: int) -> Iterator[PackedSlides]:
-    waiting: list[Slide] = []
-    chosen: list[Slide] = []
-    room = most_tiles
+    waiting, chosen, room = list[Slide](), list[Slide](), most_tiles
     while True:
-        while len(waiting) < buffer and (slide := next(stream, None)) is not None:
-            waiting.append(slide)
+        waiting += islice(stream, buffer - len(waiting))
         fitting = [x for x in waiting if len(x.features) <= room or not chosen]
         if fitting:
             largest = max(fitting, key=lambda x: len(x.features))
-            # By identity: comparing slides would compare tensors.
-            waiting = [x for x in waiting if x is not largest]
+            waiting.remove(largest)
             chosen.append(largest)
             room -= len(largest.features)
         elif chosen:

@@ -187,23 +187,23 @@ class AttentionPlan:
         """Whether ``exchange="auto"`` chooses gather for this plan; False: ring.
 
         Gather is chosen where received keys and values take no more memory than the query and out
-        of the largest shard: fewer, larger kernel calls are then worth it. With grouped queries,
-        whose K and V are small, that is true of dense attention on a few ranks. A bound, not each
-        rank's own count, decides, so that every rank decides alike: a piece shares at most two
-        segments of a branch with other pieces.
+        of the largest shard, for fewer, larger kernel calls: in dense attention on two ranks, with
+        grouped queries on a few. A bound decides, as all ranks are to decide alike: of a branch, a
+        piece shares two segments with others at most, which hold the rest of the rows.
         """
         layout, pattern = self.layout, self.pattern
         pieces = max(map(len, layout.ranges))
+        others = layout.length - min(map(layout.local_length, range(layout.world_size)))
         documents = [b - a for a, b in pairwise(self.documents)] or [1]
-        longest = max(documents)
-        bound = 0
+        longest, bound = max(documents), 0
         for branch, (length, rate) in enumerate(pattern.branches):
             if isinstance(length, Window):
-                bound += pieces * sum(length) * len(pattern.heads(branch, self.num_kv_heads))
-                continue
-            w = longest if length is None else min(length, longest)
-            segments = min(2 * pieces, sum(-(-document // w) for document in documents))
-            bound += segments * -(-w // rate) * len(pattern.heads(branch, self.num_kv_heads))
+                rows = pieces * sum(length)
+            else:
+                w = longest if length is None else min(length, longest)
+                segments = min(2 * pieces, sum(-(-document // w) for document in documents))
+                rows = segments * -(-w // rate)
+            bound += min(rows, others) * len(pattern.heads(branch, self.num_kv_heads))
         return bound <= layout.max_local_length * self.num_heads
 
     def __str__(self) -> str:

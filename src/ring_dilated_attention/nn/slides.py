@@ -94,7 +94,7 @@ class PackedSlides:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    # A process that reads ahead hands over shared memory: to copy there takes as long again.
+    # What a process that reads ahead passes on is copied into shared memory, if not made there.
     out = None
     if get_worker_info() is not None:
         out = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])

@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import cached_patterns
 
-from ring_dilated_attention import (
-    DilatedKVCache,
-    DilatedPattern,
-    SequenceLayout,
-    cached_attention,
-)
+from ring_dilated_attention import DilatedKVCache, DilatedPattern, SequenceLayout, cached_attention
 from ring_dilated_attention.exchange import run_loopback
 
 HEAD_DIM = 8

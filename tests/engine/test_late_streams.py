@@ -20,13 +20,7 @@ from support.tolerances import FLOAT32, FLOAT64
 
 from ring_dilated_attention import DilatedPattern, SequenceLayout
 from ring_dilated_attention.checks import Case, relative_error
-from ring_dilated_attention.engine import (
-    RingCall,
-    accumulate,
-    compute,
-    ring_backward,
-    ring_forward,
-)
+from ring_dilated_attention.engine import RingCall, accumulate, compute, ring_backward, ring_forward
 from ring_dilated_attention.exchange import run_loopback
 from ring_dilated_attention.kernels import has_triton
 from ring_dilated_attention.tiles import Limits, Selection, backend_named

@@ -4,12 +4,7 @@ import pytest
 import torch
 from support.tolerances import TOLERANCE, assert_close_to, rounding_bound
 
-from ring_dilated_attention import (
-    DilatedPattern,
-    SequenceLayout,
-    dilated_attention,
-    plan_attention,
-)
+from ring_dilated_attention import DilatedPattern, SequenceLayout, dilated_attention, plan_attention
 from ring_dilated_attention.checks import reference_attention, relative_error
 from ring_dilated_attention.engine import accumulate, merge_zero_keys
 from ring_dilated_attention.plan import Rows, check_plan

@@ -1,6 +1,8 @@
 """Files of slides as others write them, and what is said of those that cannot be used."""
 
 import pickle
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from ring_dilated_attention.integrations.slide_files import (
     read_slide,
     slide_files,
 )
-from ring_dilated_attention.nn.slides import pack
+from ring_dilated_attention.nn.slides import PackedSlides, pack
 
 h5py = pytest.importorskip("h5py")
 
@@ -156,6 +158,24 @@ def test_slide_files_lists_a_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no \.h5 or \.npz or \.pt files"):
         slide_files(tmp_path / "empty")
+
+
+def test_a_stream_holds_no_pack_while_it_makes_the_next(tmp_path, monkeypatch):
+    """Processes make them in shared memory, of which containers have little."""
+    for index in range(4):
+        write(tmp_path / f"{index}.h5", features=FEATURES, coords=COORDS)
+    make, packs, held = PackedSlides.of, list[Any](), list[int]()
+
+    def of(slides):
+        held.append(sum(pack() is not None for pack in packs))
+        made = make(slides)
+        packs.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(PackedSlides, "of", of)
+    files = [*slide_files(tmp_path).values()]
+    deque(SlideStream(files=files, most_tiles=1, tile_size=256), maxlen=0)
+    assert held == [0, 0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

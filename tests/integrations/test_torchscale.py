@@ -175,11 +175,7 @@ NOT_REPLACED: dict[str, Any] = {
     "hooks": (hooked, {}, r"0\.self_attn, .* has _forward_hooks"),
     "forward": (lambda: changed(forward=print), {}, r"0\.self_attn, .* has another forward"),
     "args": (lambda: changed(args=config(xpos_rel_pos=True)), {}, "args.xpos_rel_pos must"),
-    "an option": (
-        their_model,
-        {"zero_key": False},
-        "unexpected keyword argument 'zero_key'",
-    ),
+    "an option": (their_model, {"zero_key": False}, "unexpected keyword argument 'zero_key'"),
 }
 
 

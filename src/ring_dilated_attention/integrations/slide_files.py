@@ -216,14 +216,14 @@ class SlideStream(IterableDataset[PackedSlides | SlideFileError]):
     dtype: torch.dtype = torch.float32
 
     def __iter__(self) -> Iterator[PackedSlides | SlideFileError]:
-        failed: list[SlideFileError] = []
-        files, worker = self.files, get_worker_info()
+        failed, files, worker = list[SlideFileError](), self.files, get_worker_info()
         if worker is not None and worker.dataset is self:  # and not a list of such streams
             files = files[worker.id :: worker.num_workers]
         for slides in pack(self._slides(files, failed), self.most_tiles, buffer=4):
             yield from failed
             failed.clear()
             yield slides
+            del slides  # its shared memory, before the next pack takes some
         yield from failed
 
     def _slides(self, files: Iterable[Path], failed: list[SlideFileError]) -> Iterator[Slide]:

@@ -351,8 +351,8 @@ def build_programs(
     # Ranges of the same branches are of one kind.
     kinds, kind = own[:, 6].unique(return_inverse=True)
     shortest, of_kinds, order, most, reach = _layout(kinds, spec, longest, block)
-    steps, starts = of_kinds[kind], (of_kinds.cumsum(0) - of_kinds)[kind]
-    made = _programs(own, kind.argsort(stable=True), shortest[kind], steps, block)
+    steps, starts = taken(of_kinds, kind), taken(of_kinds.cumsum(0) - of_kinds, kind)
+    made = _programs(own, kind.argsort(stable=True), taken(shortest, kind), steps, block)
     work = taken(most, taken(starts, made[:, 0]) + made[:, 3])
     # Of a large rate nearly all residues have no head.
     some = work.nonzero()[:, 0]
@@ -398,7 +398,7 @@ def _layout(
     is_one = residues < steps[:, None]
     negative, order = torch.where(is_one[:, None], -work, 1).sort(dim=2, stable=True)
     order = order.masked_select(is_one[:, None])
-    most = -negative.amin(1)[is_one]
+    most = -negative.amin(1).masked_select(is_one)
     shortest = torch.where(run, lengths, longest).amin(1)
     of_keys = torch.minimum(BLOCK_ROWS * rates, lengths)[are_run]
     reach = max(BLOCK_ROWS * max(steps_of_kinds), int(of_keys.max()))

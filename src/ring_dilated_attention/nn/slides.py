@@ -82,7 +82,7 @@ class PackedSlides:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSlides:
-        """The same slides, features and coordinates on a device: arguments of `Tensor.to`."""
+        """The same slides, with tensors on `device`; `non_blocking` as in `torch.Tensor.to`."""
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSlides:

@@ -16,7 +16,7 @@ BUDGET = {
     "engine": (2_215, 9),
     "exchange": (1_498, 6),
     "integrations": (3_242, 11),
-    "kernels": (3_380, 10),
+    "kernels": (3_383, 10),
     "nn": (3_939, 16),
     "parallel": (997, 4),
     "plan": (2_937, 9),

@@ -385,19 +385,22 @@ def _layout(
     pairs = [[branches[b] for b, runs in enumerate(each) if runs] for each in run.tolist()]
     steps_of_kinds = [step_of(each, longest, block) for each in pairs]
     steps, residues = torch.tensor(steps_of_kinds), torch.arange(math.lcm(*steps_of_kinds))
-    # Along kinds, branches, KV heads and residues.
-    common, offset = torch.minimum(steps[:, None], rates)[..., None, None], offsets[..., None]
-    # Where segments begin at different residues, a head may have rows of any.
-    any_residue = (lengths[:, None, None] % common != 0) & (lengths < longest)[:, None, None]
-    shown = (any_residue | (residues % common == offset % common)) & (offset >= 0)
-    seen = (lengths.double() / rates)[:, None, None]
-    work = torch.where(run[..., None, None] & shown, seen, 0).sum(1)
+    work = torch.zeros(len(kinds), offsets.shape[1], len(residues), dtype=torch.float64)
+    are_run = run.any(0)
+    for branch in are_run.nonzero()[:, 0].tolist():
+        length, rate = branches[branch]
+        common = steps.clamp(max=rate)[:, None, None]
+        offset = offsets[branch][:, None]
+        # Where segments begin at different residues, a head may have rows of any.
+        any_residue = (length % common != 0) & (length < longest)
+        shown = (any_residue | (residues % common == offset % common)) & (offset >= 0)
+        work += (run[:, branch, None, None] & shown).double() * (length / rate)
     is_one = residues < steps[:, None]
     negative, order = torch.where(is_one[:, None], -work, 1).sort(dim=2, stable=True)
     order = order.masked_select(is_one[:, None])
     most = -negative.amin(1).masked_select(is_one)
     shortest = torch.where(run, lengths, longest).amin(1)
-    of_keys = torch.minimum(BLOCK_ROWS * rates, lengths)[run.any(0)]
+    of_keys = torch.minimum(BLOCK_ROWS * rates, lengths)[are_run]
     reach = max(BLOCK_ROWS * max(steps_of_kinds), int(of_keys.max()))
     return shortest, steps, order, most, reach
 

@@ -264,7 +264,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=int, default=5, help="epochs without a higher AUC")
     parser.add_argument("--batch", type=int, default=16, help="slides of a step, of all ranks")
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--most-tiles", type=int, default=16_384, help="at once on a GPU")
+    parser.add_argument("--most-tiles", type=int, default=32_768, help="at once on a GPU")
     parser.add_argument("--tile-size", type=float, help="of files that do not say it")
     cores = os.cpu_count() or 1
     parser.add_argument(

@@ -95,9 +95,10 @@ class Classifier(nn.Module):
 
     def forward(self, pack: PackedSlides) -> Tensor:
         """Logits (slides, classes) of packed slides."""
-        encoded = self.encoder(
-            pack.features, pack.coordinates, documents=pack.documents, tile_size=pack.tile_size
-        )
+        # Tensors: numbers would be a part of what --compile makes, anew for each pack.
+        borders = torch.tensor(pack.documents)
+        sizes = torch.tensor(pack.tile_size, dtype=torch.float64)
+        encoded = self.encoder(pack.features, pack.coordinates, documents=borders, tile_size=sizes)
         return self.head(encoded.cls)
 
 
@@ -265,6 +266,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="slides of a step, of all ranks")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--most-tiles", type=int, default=32_768, help="at once on a GPU")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the encoder, which takes minutes once"
+    )
     parser.add_argument("--tile-size", type=float, help="of files that do not say it")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -294,6 +298,8 @@ def main() -> list[float]:
     for fold, cases in enumerate(folds):
         torch.manual_seed(args.seed)  # equal heads on every rank
         encoder = SlideEncoder.from_gigapath(args.weights, global_pool=args.pool == "mean")
+        if args.compile:
+            encoder.compile(dynamic=True)
         model = Classifier(encoder, classes)
         trainer, epoch = train_fold(model, folds, fold, args, machine)
         found = trainer.predict(cases)

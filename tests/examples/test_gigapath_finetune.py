@@ -53,11 +53,12 @@ def test_gradients_of_packs_are_those_of_one_slide_after_another(demo):
         torch.testing.assert_close(gradients, found[0][2], rtol=1e-10, atol=1e-12)
 
 
-def test_ranks_do_the_same_and_what_is_trained_embeds_slides(demo):
+def test_ranks_and_compiled_encoders_do_the_same_and_what_is_trained_embeds_slides(demo):
     said = []
     for ranks in (0, 2):
         out = demo / f"tuned by {ranks}"
-        options = ("--epochs=2", "--batch=4", f"--out={out}", "--workers=0")
+        options = ["--epochs=2", "--batch=4", f"--out={out}", "--workers=0"]
+        options += [] if ranks else ["--compile"]
         done = finetune(demo, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stdout)

@@ -95,7 +95,7 @@ class Classifier(nn.Module):
 
     def forward(self, pack: PackedSlides) -> Tensor:
         """Logits (slides, classes) of packed slides."""
-        # Tensors: numbers would be a part of what --compile makes, anew for each pack.
+        # As tensors: --compile would compile plain numbers in, and compile again for each pack.
         borders = torch.tensor(pack.documents)
         sizes = torch.tensor(pack.tile_size, dtype=torch.float64)
         encoded = self.encoder(pack.features, pack.coordinates, documents=borders, tile_size=sizes)

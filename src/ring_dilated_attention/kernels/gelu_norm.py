@@ -25,8 +25,17 @@ Both measured on an H100, rows of 3,072 elements."""
 
 
 @triton.jit
-def _normal_cdf(x):
-    return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+def _normal(x):
+    """The normal distribution's cdf, within 7.5e-8, and density (Abramowitz and Stegun, 26.2.17).
+
+    With `tl.erf` a kernel has twice as many instructions, and takes longer than its memory does.
+    """
+    density = 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
+    root = tl.rsqrt(1.0 + 0.2316419 * tl.abs(x))
+    t = root * root
+    tail = ((1.330274429 * t - 1.821255978) * t + 1.781477937) * t - 0.356563782
+    tail = (tail * t + 0.319381530) * t * density
+    return tl.where(x < 0, tail, 1.0 - tail), density
 
 
 @kernel(5)
@@ -39,7 +48,8 @@ def _gelu_norm_kernel(
     x = tl.load(rows + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
-    y = x * _normal_cdf(x)
+    cdf, _ = _normal(x)
+    y = x * cdf
     mean = tl.sum(y, 0) / WIDTH
     centred = tl.where(valid, y - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
@@ -61,14 +71,14 @@ def _gelu_norm_backward_kernel(
     scale = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     dscale = tl.zeros([BLOCK], tl.float32)
     dshift = tl.zeros([BLOCK], tl.float32)
-    for number in range(program, count, programs):
+    for number in tl.range(program, count, programs, num_stages=3):  # rows on their way meanwhile
         row = tl.cast(number, tl.int64)
         at = row * WIDTH + column
         x = tl.load(rows + at, mask=valid, other=0.0).to(tl.float32)
         dout = tl.load(dnormed + at, mask=valid, other=0.0).to(tl.float32)
         mean = tl.load(statistics + 2 * row)
         rstd = tl.load(statistics + 2 * row + 1)
-        cdf = _normal_cdf(x)
+        cdf, density = _normal(x)
         normal = tl.where(valid, (x * cdf - mean) * rstd, 0.0)
         dscale += dout * normal
         dshift += dout
@@ -76,7 +86,6 @@ def _gelu_norm_backward_kernel(
         along = tl.sum(dnormal * normal, 0) / WIDTH
         level = tl.sum(dnormal, 0) / WIDTH
         dgelu = (dnormal - normal * along - level) * rstd
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
         dx = dgelu * (cdf + x * density)
         tl.store(drows + at, dx.to(drows.dtype.element_ty), mask=valid)
     at = sums + program * WIDTH + column

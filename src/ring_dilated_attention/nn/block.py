@@ -135,8 +135,7 @@ class Block(nn.Module, ABC):
         rope = self._rope(*tables)
         attended, _ = self.attention(normed, normed, normed, rope=rope, **given)
         del normed  # before the MLP makes what is wider
-        # Without gradients nothing is kept for backward.
-        return self._mlp(hidden + attended, in_chunks=not torch.is_grad_enabled())
+        return self._mlp(hidden + attended)
 
     def _in_chunks(
         self,
@@ -183,13 +182,12 @@ class Block(nn.Module, ABC):
 
     def _rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What follows attention, for every row."""
-        return self._mlp(hidden + self.attention.combine(attended), in_chunks=True)
+        return self._mlp(hidden + self.attention.combine(attended))
 
-    def _mlp(self, hidden: Tensor, *, in_chunks: bool) -> Tensor:
+    def _mlp(self, hidden: Tensor) -> Tensor:
         """The norm, the MLP and the residual, for every row."""
-        expanded = self.expand(self.mlp_norm(hidden))
-        return hidden + self._contract(expanded, in_chunks=in_chunks)
+        return hidden + self._contract(self.expand(self.mlp_norm(hidden)))
 
     @abstractmethod
-    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+    def _contract(self, expanded: Tensor) -> Tensor:
         """The MLP from its first projection on."""

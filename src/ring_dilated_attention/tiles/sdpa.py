@@ -21,6 +21,12 @@ from .backend import (
     refuse_all_but,
 )
 
+# Threads of a CPU that call one of these at once, the first of a process, may get 12 bits of it: a
+# fault of MKL before 2025 (pytorch issue 188792). So one thread does, here.
+for _function in (torch.exp, torch.log, torch.sin, torch.cos, torch.tanh):
+    for _dtype in (torch.float32, torch.float64):
+        _function(torch.ones(1, dtype=_dtype, device="cpu"))
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results are summed: float64 for float64 inputs, else float32."""

@@ -95,9 +95,8 @@ def main(
     draw = random.Random(0).lognormvariate
     sizes = [min(60_000, max(500, int(draw(math.log(6000), 1.0)))) for _ in range(200)]
     slides = slides_of(sizes)
-    of_torchscale = [slide.features[None].pin_memory() for slide in slides[::SHARE]]
-    row = epochs([partial(alone, x) for x in of_torchscale], 2)
-    note(cohort=len(of_torchscale), kind="torchscale", **row)
+    each = [partial(alone, slide.features[None].pin_memory()) for slide in slides[::SHARE]]
+    note(cohort=len(each), kind="torchscale", **epochs(each, 2))
     for tiles, count in PACKS.items():
         whole = PackedSlides.of(slides_of([tiles] * count)).to("cuda")
         calls = {kind: partial(step_of, steps[kind], whole) for kind in kinds[1:]}
@@ -106,9 +105,9 @@ def main(
         kernels = {kind: kernels_of(call)["kernels_ms"] for kind, call in calls.items()}
         note(tiles=tiles, slides=count, kernels_ms=kernels, **row)
     for most_tiles in (16_384, 32_768, 65_536):
-        packs = [each.pin_memory() for each in pack(slides, most_tiles, buffer=32)]
-        row = epochs([partial(step_of, steps["SlideEncoder compiled"], x) for x in packs], 3)
-        note(cohort=len(slides), most_tiles=most_tiles, packs=len(packs), **row)
+        packed = partial(step_of, steps["SlideEncoder compiled"])
+        each = [partial(packed, x.pin_memory()) for x in pack(slides, most_tiles, buffer=32)]
+        note(cohort=len(slides), most_tiles=most_tiles, packs=len(each), **epochs(each, 3))
     note(**maps_of(10_000, ranks))
     write(out, ranks.device, found)
     leave()

@@ -269,9 +269,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="compile the encoder, which takes minutes once"
     )
-    parser.add_argument(
-        "--checkpoint", action="store_true", help="a few times less memory, for more time a step"
-    )
     parser.add_argument("--tile-size", type=float, help="of files that do not say it")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -300,8 +297,7 @@ def main() -> list[float]:
     rows, aucs, accuracies = [], [], []
     for fold, cases in enumerate(folds):
         torch.manual_seed(args.seed)  # equal heads on every rank
-        keeps = {"checkpoint": "keep_attention" if args.checkpoint else "none"}
-        encoder = SlideEncoder.from_gigapath(args.weights, global_pool=args.pool == "mean", **keeps)
+        encoder = SlideEncoder.from_gigapath(args.weights, global_pool=args.pool == "mean")
         if args.compile:
             encoder.compile(dynamic=True)
         model = Classifier(encoder, classes)

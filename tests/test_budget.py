@@ -16,15 +16,15 @@ BUDGET = {
     "engine": (2_215, 9),
     "exchange": (1_498, 6),
     "integrations": (3_242, 11),
-    "kernels": (3_392, 10),
-    "nn": (3_910, 16),
+    "kernels": (3_389, 10),
+    "nn": (3_935, 16),
     "parallel": (997, 4),
     "plan": (2_937, 9),
-    "the root": (2_547, 11),
+    "the root": (2_537, 11),
     "tiles": (1_112, 6),
     "torch_op": (1_211, 5),
 }
-MOST_TESTS = 23_555
+MOST_TESTS = 23_559
 SLACK = 0.02
 """A budget that is higher than this above what there is, is to be lowered."""
 

@@ -50,28 +50,18 @@ class _CallFields(OptionFields, total=False):
 
 @overload
 def dilated_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: DilatedPattern,
-    options: AttentionOptions | None = None,
-    *,
-    return_lse: Literal[False] = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: DilatedPattern,
+    options: AttentionOptions | None = None, *, return_lse: Literal[False] = False,
     **fields: Unpack[_CallFields],
-) -> torch.Tensor: ...
+) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def dilated_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pattern: DilatedPattern,
-    options: AttentionOptions | None = None,
-    *,
-    return_lse: Literal[True],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: DilatedPattern,
+    options: AttentionOptions | None = None, *, return_lse: Literal[True],
     **fields: Unpack[_CallFields],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def dilated_attention(

@@ -156,10 +156,10 @@ def test_an_encoder_is_the_same_by_it(monkeypatch):
         monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: True)
     calls = count_calls(monkeypatch)
     taken = step(encoder, *slide)
-    assert len(calls) == encoder.config.num_layers  # in forward alone
+    assert len(calls) == 2 * encoder.config.num_layers  # forward, and again in backward
     monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: False)
     check_steps(encoder, slide, taken)
-    assert len(calls) == encoder.config.num_layers
+    assert len(calls) == 2 * encoder.config.num_layers
 
 
 def check_steps(encoder, slide, taken):
@@ -193,6 +193,6 @@ def test_a_compiled_encoder_takes_it_too(monkeypatch):
     compiled, _ = encoder_and_slide()[:2]
     compiled.compile(fullgraph=True)
     taken = step(compiled, *slide)
-    assert len(calls) == encoder.config.num_layers
+    assert len(calls) == 2 * encoder.config.num_layers
     monkeypatch.setattr(modules, "fits_one_kernel", lambda *_: False)
     check_steps(encoder, slide, taken)

@@ -137,7 +137,11 @@ def test_slides_of_a_batch_may_differ_in_length():
 
 
 def test_chunks_hold_a_few_tensors_a_block():
-    """In chunks: the block's input, query, key, value and out, and an lse. Without: all."""
+    """In chunks: the block's input, query, key, value and out, and an lse.
+
+    Without: what every step reads, but inside of the MLP (1.5 wide) its first projection's result
+    alone, of three.
+    """
 
     def held(**options):
         sizes = {}
@@ -155,7 +159,7 @@ def test_chunks_hold_a_few_tensors_a_block():
         return sum(sizes.values()) / (1000 * 32 * 4) / 4
 
     plain, chunked = held(), held(chunk_rows=64)
-    assert chunked < 6.5 < 14 < plain < 15
+    assert chunked < 6.5 < 11 < plain < 12
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 8])
@@ -442,7 +446,7 @@ def test_backward_with_other_weights_than_forward(checkpoint, chunk_rows, kind):
     if kind == "tensors":
         weights = {name: 1 * x for name, x in weights.items()}
     loss = torch.func.functional_call(model, weights, slide()).tiles.sin().sum()
-    if checkpoint != "none" or chunk_rows:
+    if kind == "parameters" or checkpoint != "none" or chunk_rows:
         with pytest.raises(RuntimeError, match=r"was another one .* use torch\.func\.grad"):
             loss.backward()
         return

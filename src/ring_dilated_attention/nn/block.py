@@ -135,7 +135,8 @@ class Block(nn.Module, ABC):
         rope = self._rope(*tables)
         attended, _ = self.attention(normed, normed, normed, rope=rope, **given)
         del normed  # before the MLP makes what is wider
-        return self._mlp(hidden + attended)
+        # Without gradients nothing is kept for backward.
+        return self._mlp(hidden + attended, in_chunks=not torch.is_grad_enabled())
 
     def _in_chunks(
         self,
@@ -182,12 +183,13 @@ class Block(nn.Module, ABC):
 
     def _rest(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """What follows attention, for every row."""
-        return self._mlp(hidden + self.attention.combine(attended))
+        return self._mlp(hidden + self.attention.combine(attended), in_chunks=True)
 
-    def _mlp(self, hidden: Tensor) -> Tensor:
+    def _mlp(self, hidden: Tensor, *, in_chunks: bool) -> Tensor:
         """The norm, the MLP and the residual, for every row."""
-        return hidden + self._contract(self.expand(self.mlp_norm(hidden)))
+        expanded = self.expand(self.mlp_norm(hidden))
+        return hidden + self._contract(expanded, in_chunks=in_chunks)
 
     @abstractmethod
-    def _contract(self, expanded: Tensor) -> Tensor:
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         """The MLP from its first projection on."""

@@ -130,7 +130,7 @@ class _Weights:
             is_away = now is None or any(x.is_meta or is_dtensor(x) for x in (now, tensor))
             same = now is tensor or is_away
             if not same or _version(tensor) != version:
-                other = "another one (with functional_call use torch.func.grad)"
+                other = "another one (with functional_call use torch.func.grad, or pass tensors)"
                 how = "changed in place" if same else other
                 raise RuntimeError(
                     f"{name} of a {type(module).__name__} was {how} between forward and backward, "
@@ -281,6 +281,8 @@ class _MapRows(torch.autograd.Function):
             if draws:
                 ctx.states.append((torch.get_rng_state(), *get_device_states(inputs[0])))
             results = function(*(x[:, start:stop] for x in inputs))
+            if length <= rows:
+                return results
             is_tuple = isinstance(results, tuple)
             parts = results if is_tuple else (results,)
             whole = whole or [y.new_empty(y.shape[0], length, *y.shape[2:]) for y in parts]
@@ -300,7 +302,8 @@ class _MapRows(torch.autograd.Function):
         weights = zip(needs[len(inputs) :], ctx.weights.tensors, strict=True)
         wants = [need and weight.requires_grad for need, weight in weights]  # frozen since
         parameters = [*compress(ctx.weights.tensors, wants)]
-        dinputs = {i: torch.empty_like(inputs[i]) for i in wanted}
+        is_whole = length <= ctx.rows
+        dinputs = {} if is_whole else {i: torch.empty_like(inputs[i]) for i in wanted}
         totals: list[Tensor] = []  # of the gradients of parameters
         for number, (start, stop) in enumerate(_chunks(length, ctx.rows)):
             chunks = [x[:, start:stop].detach() for x in inputs]
@@ -309,10 +312,14 @@ class _MapRows(torch.autograd.Function):
             found = _gradients_of(ctx, number, chunks, of, dys)
             if found is None:
                 return (None,) * len(ctx.needs_input_grad)
+            shares = found[len(wanted) :]
+            if is_whole:
+                dinputs, totals = dict(zip(wanted, found, strict=False)), list(shares)
+                continue
             for index, dchunk in zip(wanted, found, strict=False):
                 dinputs[index][:, start:stop] = dchunk
-            totals = _summed(totals, found[len(wanted) :])
-            del found, chunks, of  # before the next chunk makes its own
+            totals = _summed(totals, shares)
+            del found, shares, chunks, of  # before the next chunk makes its own
         summed = (total.to(p.dtype) for total, p in zip(totals, parameters, strict=True))
         return (
             *(None, None, None, None),

@@ -60,7 +60,7 @@ class LongNetBlock(Block):
     def _rope(self, *tables: Tensor) -> Callable[[Tensor], Tensor]:
         return Rotation(*tables).__call__  # a tuple's tensors fully_shard would cast
 
-    def _contract(self, expanded: Tensor) -> Tensor:
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
         contracted: Tensor = self.contract(F.gelu(expanded))
         return contracted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -132,17 +132,13 @@ def normalize(norm: nn.LayerNorm, rows: Tensor) -> Tensor:
 
 def normalize_gelu(norm: nn.Module, rows: Tensor) -> Tensor:
     """``norm(F.gelu(rows))``, where `fits_one_kernel` by reading and writing each row once."""
-    if not fits_one_kernel(norm, rows):
-        found: Tensor = norm(F.gelu(rows))
-        return found
-    weight, bias = norm.weight, norm.bias
-    assert isinstance(weight, Tensor)
-    assert isinstance(bias, Tensor)
-    assert isinstance(norm.eps, float)
-    return gelu_norm(rows, weight, bias, norm.eps)
+    if fits_one_kernel(norm, rows):
+        return gelu_norm(rows, norm.weight, norm.bias, norm.eps)
+    found: Tensor = norm(F.gelu(rows))
+    return found
 
 
-def fits_one_kernel(norm: nn.Module, rows: Tensor) -> bool:
+def fits_one_kernel(norm: nn.Module, rows: Tensor) -> TypeGuard[LayerNorm]:
     """Whether `normalize_gelu` takes one kernel for this module and these rows.
 
     It does for what the kernel was measured on, rows of half precision on GPUs, and where calling

@@ -22,7 +22,7 @@ from ..pattern import DilatedPattern
 from ..tiles import Backend
 from ..torch_op import agreed, sum_over_ranks, telling_ranks
 from .block import Block
-from .checkpoint import Checkpoint, check_checkpoint, map_rows
+from .checkpoint import Checkpoint, check_checkpoint, map_rows, run_checkpointed
 from .config import SlideEncoderConfig, block_patterns
 from .gigapath import gigapath_fields, gigapath_key, gigapath_state, weights_of
 from .maps import AttentionMaps, MapRecorder
@@ -30,6 +30,7 @@ from .modules import (
     IN_CHUNKS,
     LayerNorm,
     check_rows,
+    is_plain,
     normalize_gelu,
     refuse_sharded_apart,
     without_weights,
@@ -88,7 +89,25 @@ class EncoderBlock(Block):
         norm = self.attention.norm
         return [*super()._behind_attention(), self.inner_norm, *([] if norm is None else [norm])]
 
-    def _contract(self, expanded: Tensor) -> Tensor:
+    def _contract(self, expanded: Tensor, *, in_chunks: bool) -> Tensor:
+        """The MLP from its first projection on.
+
+        The widest tensors are those between the MLP's two projections. Unless it is done in chunks,
+        whose intermediates do not live long, autograd holds the first projection's result alone:
+        the GELU and its norm, which are cheap, run again in backward.
+        """
+        modules, is_traced = (self.inner_norm, self.contract), torch.compiler.is_compiling()
+        weights = [] if is_traced else [x for module in modules for x in module.parameters()]
+        by_functorch = torch._C._are_functorch_transforms_active() and not is_traced
+        # In backward tensors of functional_call are gone.
+        if in_chunks or by_functorch or not all(isinstance(x, nn.Parameter) for x in weights):
+            return self._normed(expanded)
+        if is_traced or not (is_plain(modules[0], LayerNorm) and is_plain(modules[1], nn.Linear)):
+            return run_checkpointed("full", modules, self._normed, expanded)
+        # The same without a checkpoint's hooks, which take the CPU 0.3 ms.
+        return map_rows(self._normed, expanded, rows=max(1, expanded.shape[1]), modules=modules)
+
+    def _normed(self, expanded: Tensor) -> Tensor:
         contracted: Tensor = self.contract(normalize_gelu(self.inner_norm, expanded))
         return contracted
 
@@ -137,8 +156,9 @@ class SlideEncoder(nn.Module):
         config: the shape of the encoder.
         exchange: how rows travel between ranks, as in `dilated_attention`; default ``"auto"``.
         backend: kernels that compute the tiles, as in `dilated_attention`; default ``"auto"``.
-        checkpoint: what backward recomputes: ``"none"``, the default, nothing; ``"full"`` every
-            block; ``"keep_attention"`` every block except its attention.
+        checkpoint: what backward recomputes: ``"none"``, the default, only the GELU of each MLP and
+            the norm after it; ``"full"`` every block; ``"keep_attention"`` every block except its
+            attention.
         chunk_rows: number of rows at a time for everything position-wise (projections, norms, MLP),
             which is computed again in backward, so that intermediates exist for this many rows
             only. None, the default: all rows at once.
